@@ -25,6 +25,8 @@ from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
 from .pool import ServerPool
+from .realtime.endpoint import add_realtime
+from .realtime.secrets import ClientSecrets
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings
@@ -77,9 +79,13 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_voice_route(app, settings)
     _add_operator_routes(app, metrics)
     add_page(app)
+    secrets = ClientSecrets(settings.realtime.max_secrets)
+    add_realtime(app, settings, secrets)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
-    app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)
+    app.add_middleware(
+        Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths, secrets=secrets
+    )
     if settings.origins:
         # Around the gate: a browser asks without a key whether it may ask.
         app.add_middleware(

@@ -11,12 +11,15 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from .browser_page import is_of_the_page
 from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
 from .keys import ApiKeys
 from .metrics import Metrics
 from .origins import refuse_web_page
+from .realtime.door import refuse_socket
+from .realtime.secrets import ClientSecrets
 from .settings import GatewaySettings
 
 GUARDED = "/v1/"
@@ -39,20 +42,32 @@ class Gate:
         keys: who may call.
         metrics: where answers are counted.
         endpoints: paths that are counted by their names; all others together are `other`.
+        secrets: who may open realtime sessions, besides.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: GatewaySettings, keys: ApiKeys, metrics: Metrics, endpoints: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        settings: GatewaySettings,
+        keys: ApiKeys,
+        metrics: Metrics,
+        endpoints: frozenset[str],
+        secrets: ClientSecrets,
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
         self._endpoints = endpoints
+        self._client_secrets = secrets
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
+        if scope["type"] == "websocket":
+            await self._open_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -73,6 +88,20 @@ class Gate:
         finally:
             endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
             self._metrics.answered(endpoint, state["status"] or exchange.status, time.monotonic() - begin)
+
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a WebSocket in, or refuse it before it is one."""
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {}).update({"request_id": request_id, "caller": "", "session": {}})
+        refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
+        if refusal is not None:
+            await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
+            return
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            logger.exception("%s failed", request_id)
+            raise
 
     async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
         if not exchange.started:

@@ -26,6 +26,7 @@ from .connections import BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
 from .logs import log_config
 from .pool import ServerPool
+from .realtime.protocol import RealtimeProtocol
 from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
 DEFAULT_PORT = 8080
@@ -70,7 +71,9 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         create_app(command.settings, command.keys),
         # uvicorn makes one for each connection. h11 is the one of its two parsers that bounds all that it keeps.
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
-        ws="none",
+        ws=cast(Any, RealtimeProtocol),
+        ws_max_size=command.settings.realtime.max_event_bytes,
+        ws_per_message_deflate=False,
         loop="asyncio",
         log_config=log_config(),
         log_level=command.log_level,

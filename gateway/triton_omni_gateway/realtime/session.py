@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One session: each event of its client changes it and is answered; sound in it begins and ends turns.
+
+Between two events of a client and two deltas of a server nothing waits, so what is told is always what is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.translate import check_model
+
+from . import events
+from .answers import Answers, Servers
+from .config import Json, SessionConfig, given_of, merged
+from .detection import check_detection, default_detection
+from .events import ClientEvent, new_id, server_event
+from .formats import Ear
+from .hearing import Hearing
+from .idle import IdleTimer
+from .items import Content, Item, Items, decoded_base64, made_item
+from .limits import RealtimeLimits
+from .outbox import Outbox
+from .response import Asked, Response
+from .turns import Change, Started
+
+
+class Session:
+    """A session.
+
+    Args:
+        servers: who is asked.
+        limits: its bounds.
+        outbox: where its events go.
+        models: names that `model` may have.
+        given: configuration that a client secret holds.
+        model: name of the model that the client asked for.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        limits: RealtimeLimits,
+        outbox: Outbox,
+        *,
+        models: tuple[str, ...],
+        given: Mapping[str, Any],
+        model: str,
+    ) -> None:
+        self.session_id = new_id("sess")
+        self._conversation_id = new_id("conv")
+        self._expires_at = int(time.time() + limits.session_seconds)
+        self._limits, self._models, self._outbox, self._put = limits, models, outbox, outbox.put
+        self._items = Items(limits)
+        self._answers = Answers(servers, limits, self._items, outbox, self._response_ended)
+        first = {"model": model, "audio": {"input": {"turn_detection": default_detection()}}}
+        self._given = merged(first, given)
+        self._config = self._answers.config = checked_config(self._given, models)
+        self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
+        self._idle = IdleTimer(self._idled)
+        self._turn_id = new_id("item")
+        """Id of the item that the turn under way will be."""
+        self._turn_begin_ms = 0
+
+    async def begin(self) -> None:
+        """Tell the client that it is there."""
+        self._put(server_event("session.created", session=self._told()))
+        await self._answers.learn()
+
+    def close(self) -> None:
+        """End all that it has under way."""
+        self._idle.stop()
+        self._hearing.close()
+        self._answers.close()
+
+    async def closed(self) -> None:
+        """Wait until all has ended."""
+        await self._answers.closed()
+
+    def _told(self) -> Json:
+        head = {"object": "realtime.session", "id": self.session_id, "expires_at": self._expires_at}
+        return {**head, **self._config.told()}
+
+    async def take(self, event: ClientEvent) -> None:
+        """Do what an event says.
+
+        Raises:
+            GatewayError: it cannot be done; the session is as before.
+        """
+        if isinstance(event, events.BufferAppend):
+            await self._append(event)
+            return
+        handlers: Mapping[type[ClientEvent], Callable[[Any], None]] = {
+            events.SessionUpdate: self._update,
+            events.BufferCommit: self._commit,
+            events.BufferClear: self._clear,
+            events.ItemCreate: self._create_item,
+            events.ItemRetrieve: self._retrieve,
+            events.ItemTruncate: self._truncate,
+            events.ItemDelete: self._delete,
+            events.ResponseCreate: self._create_response,
+            events.ResponseCancel: self._cancel_response,
+        }
+        handlers[type(event)](event)
+
+    def _update(self, event: events.SessionUpdate) -> None:
+        given = merged(self._given, given_of(event.session))
+        config = checked_config(given, self._models)
+        self._given, self._config = given, config
+        self._answers.config = config
+        self._hearing.configure(config.audio.input)
+        if self._idle_ms() is None:
+            self._stop_idle()
+        self._put(server_event("session.updated", session=self._told()))
+
+    async def _append(self, event: events.BufferAppend) -> None:
+        data = decoded_base64(event.audio, "audio")
+        for piece in self._hearing.slices(data):
+            for change in self._hearing.hear(piece):
+                self._turn(change)
+            await asyncio.sleep(0)  # others are served between two seconds of sound
+
+    def _turn(self, change: Change) -> None:
+        """Somebody begins or ends to speak."""
+        detection = self._hearing.detection
+        if isinstance(change, Started):
+            self._stop_idle()
+            self._turn_begin_ms = change.begin_ms
+            self._put_turn("speech_started", audio_start_ms=change.begin_ms)
+            if detection is not None and detection.interrupt_response:
+                self._answers.cancel(None, "turn_detected")
+            return
+        self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
+        self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
+        if detection is not None and detection.create_response and self._answers.active is None:
+            self._respond_unasked()
+
+    def _put_turn(self, kind: str, **places: int) -> None:
+        self._put(server_event(f"input_audio_buffer.{kind}", item_id=self._turn_id, **places))
+
+    def _commit(self, _event: events.BufferCommit) -> None:
+        self._stop_idle()
+        self._add_sound(self._hearing.commit())
+
+    def _add_sound(self, pcm: bytes) -> None:
+        """What the user said becomes an item."""
+        item = Item("user", [Content("input_audio", data=pcm)], self._turn_id)
+        self._turn_id = new_id("item")
+        before = self._items.last_id
+        self._put(server_event("input_audio_buffer.committed", previous_item_id=before, item_id=item.item_id))
+        self._add(item, None)
+
+    def _clear(self, _event: events.BufferClear) -> None:
+        self._hearing.clear()
+        self._put(server_event("input_audio_buffer.cleared"))
+
+    def _create_item(self, event: events.ItemCreate) -> None:
+        item = made_item(event.item, Ear(self._config.audio.input.format))
+        if item.size > self._limits.max_conversation_bytes:
+            said = f"The item has {item.size} bytes, and a conversation may have {self._limits.max_conversation_bytes}."
+            raise bad_request(said, param="item.content", code="item_too_large")
+        self._add(item, event.previous_item_id)
+
+    def _add(self, item: Item, after: str | None) -> None:
+        self._items.put(item, after)
+        self._answers.drop(self._items.over_size())
+        before = self._items.before(item)
+        self._put(server_event("conversation.item.added", previous_item_id=before, item=item.told()))
+        self._put(server_event("conversation.item.done", previous_item_id=before, item=item.told()))
+
+    def _retrieve(self, event: events.ItemRetrieve) -> None:
+        item = self._items.find(event.item_id)
+        self._put(server_event("conversation.item.retrieved", item=item.told(with_data=True)))
+
+    def _truncate(self, event: events.ItemTruncate) -> None:
+        item = self._items.find(event.item_id)
+        active = self._answers.active
+        if active is not None and active.item is item:
+            # Its end would otherwise come after its cut.
+            self._answers.cancel(active.response_id, "client_cancelled")
+        item.truncate(event.content_index, event.audio_end_ms / 1000)
+        told = {"item_id": item.item_id, "content_index": event.content_index, "audio_end_ms": event.audio_end_ms}
+        self._put(server_event("conversation.item.truncated", **told))
+
+    def _delete(self, event: events.ItemDelete) -> None:
+        item = self._items.find(event.item_id)
+        active = self._answers.active
+        if active is not None and active.item is item:
+            said = f"The item {item.item_id} belongs to a response that is under way: cancel it, then delete the item."
+            raise bad_request(said, param="item_id", code="item_in_use")
+        self._answers.drop([item])
+
+    def _create_response(self, event: events.ResponseCreate) -> None:
+        self._stop_idle()
+        self._respond(event.response)
+
+    def _respond(self, asked: events.ResponseParameters) -> None:
+        config, output = self._config, self._config.audio.output
+        given = None
+        if asked.input is not None:
+            given = [self._given_item(item) for item in asked.input]
+        own_length = "max_output_tokens" in asked.model_fields_set
+        wanted = Asked(
+            instructions=config.instructions if asked.instructions is None else asked.instructions,
+            modality=(asked.modalities or config.output_modalities)[0],
+            max_output_tokens=asked.max_output_tokens if own_length else config.max_output_tokens,
+            voice=asked.audio.output.voice or output.voice,
+            sound_format=asked.audio.output.format or output.format,
+            metadata=asked.metadata,
+            given=given,
+            in_conversation=asked.conversation == "auto",
+        )
+        self._answers.create(Response(wanted, self._items, self._conversation_id, self._put))
+
+    def _given_item(self, given: events.GivenItem) -> Item:
+        """An item of a response's own input, or one of the conversation that it names."""
+        if given.type == "item_reference":
+            return self._items.find(given.id or "", "response.input")
+        return made_item(given, Ear(self._config.audio.input.format))
+
+    def _cancel_response(self, event: events.ResponseCancel) -> None:
+        if not self._answers.cancel(event.response_id, "client_cancelled"):
+            raise bad_request("There is no such response under way.", code="response_cancel_not_active")
+
+    def _response_ended(self, response: Response) -> None:
+        """Wait for the user, who hears it yet."""
+        idle_ms = self._idle_ms()
+        if idle_ms is not None and not self._hearing.speaks and response.status in ("completed", "incomplete"):
+            self._idle.start(response.seconds, idle_ms / 1000, self._note_silence)
+
+    def _note_silence(self) -> None:
+        self._hearing.kept_from_ms = self._hearing.end_ms
+
+    def _idle_ms(self) -> int | None:
+        return getattr(self._hearing.detection, "idle_timeout_ms", None)
+
+    def _stop_idle(self) -> None:
+        self._idle.stop()
+        self._hearing.kept_from_ms = None
+
+    def _idled(self) -> None:
+        """Nobody spoke for long: go on as if silence were said."""
+        begin_ms, end_ms = cast(int, self._hearing.kept_from_ms), self._hearing.end_ms
+        self._hearing.kept_from_ms = None
+        if self._answers.active is not None:
+            return
+        self._put_turn("timeout_triggered", audio_start_ms=begin_ms, audio_end_ms=end_ms)
+        if end_ms > begin_ms:
+            self._add_sound(self._hearing.utterance(begin_ms, end_ms))
+        self._respond_unasked()
+
+    def _respond_unasked(self) -> None:
+        """Answer the end of a turn, which no event asked for that could be refused."""
+        try:
+            self._respond(events.ResponseParameters())
+        except GatewayError as error:
+            self._put(events.error_event(error))
+
+
+def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig:
+    """A session's configuration.
+
+    Raises:
+        GatewayError: a value that cannot be served.
+    """
+    config = SessionConfig.model_validate(given)
+    if config.model is not None:
+        check_model(config.model, models)
+    check_detection(config.audio.input.turn_detection)
+    return config
