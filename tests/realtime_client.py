@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +32,10 @@ class Talk:
     async def until(self, kind: str, **fields: Any) -> Any:
         """The next event of this type, and with these fields."""
         while True:
-            event = await self.connection.recv()
+            try:
+                event = await asyncio.wait_for(self.connection.recv(), TIMEOUT_S)
+            except TimeoutError as error:
+                raise AssertionError(f"no {kind} after {self.types()}") from error
             self.seen.append(event)
             if event.type == "error" and kind != "error":
                 raise AssertionError(event.error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -119,7 +120,7 @@ class Item:
             if part.kind in _MEDIA
         ]
 
-    def truncate(self, index: int, seconds: float) -> None:
+    def truncate(self, index: int, heard_ms: int) -> None:
         """Keep what was heard of a spoken reply.
 
         Raises:
@@ -131,14 +132,13 @@ class Item:
             said = f"Invalid value for 'content_index': the item has no speech at {index}; speech is at 0."
             raise bad_request(said, param="content_index", code="invalid_value")
         part = self.content[index]
-        if seconds > part.seconds + 0.001:
-            longest = int(part.seconds * 1000)
-            said = (
-                f"Invalid value for 'audio_end_ms': {seconds * 1000:.0f} is over {longest}, the length of the speech."
-            )
+        longest = math.ceil(part.seconds * 1000)
+        if heard_ms > longest:
+            said = f"Invalid value for 'audio_end_ms': {heard_ms} is over {longest}, the length of the speech."
             raise bad_request(said, param="audio_end_ms", code="invalid_value")
         total = part.seconds if self.status == "completed" else None
-        part.text, part.seconds, self.status = heard_text(part.text, seconds, total), seconds, "incomplete"
+        part.seconds, self.status = heard_ms / 1000, "incomplete"
+        part.text = heard_text(part.text, part.seconds, total)
 
 
 class Items:

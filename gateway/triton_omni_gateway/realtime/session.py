@@ -182,7 +182,7 @@ class Session:
         if active is not None and active.item is item:
             # Its end would otherwise come after its cut.
             self._answers.cancel(active.response_id, "client_cancelled")
-        item.truncate(event.content_index, event.audio_end_ms / 1000)
+        item.truncate(event.content_index, event.audio_end_ms)
         told = {"item_id": item.item_id, "content_index": event.content_index, "audio_end_ms": event.audio_end_ms}
         self._put(server_event("conversation.item.truncated", **told))
 
