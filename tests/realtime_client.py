@@ -5,17 +5,40 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
+import soundfile
 
+from client_fakes import INFO, chunk, final, inputs_of
 from gateway_fakes import MODEL, TIMEOUT_S
 
+SPEECH = Path(__file__).parents[1] / "docs" / "images" / "reply.wav"
+
 MANUAL: dict[str, Any] = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+
+
+WHOLE = {**INFO, "finish_reason": {"thinker": "stop", "talker": "stop", "token2wav": "stop"}}
+
+
+def greeting(_request: Any, _context: Any) -> Iterator[Any]:
+    yield chunk(text="Hello")
+    yield chunk(text=", sea.", audio=np.full(480, 0.25, np.float32))
+    yield chunk(audio=np.full(480, -0.5, np.float32))
+    yield chunk(info=WHOLE)
+    yield final()
+
+
+def chat_of(request: Any) -> list[Any]:
+    """The chat that a server was sent, without its media."""
+    found: list[Any] = json.loads(inputs_of(request)["messages"][0])
+    return found
 
 
 @dataclass
@@ -92,3 +115,9 @@ async def talk(base: str, key: str = "any", model: str = MODEL, **session: Any) 
 def noise(seconds: float, rate: int = 24000, seed: int = 7) -> Any:
     """Loud sound, int16, that is no speech."""
     return np.random.default_rng(seed).integers(-9000, 9000, int(seconds * rate), dtype=np.int16)
+
+
+def speech(seconds: float) -> Any:
+    """Recorded speech, int16 at 24 kHz."""
+    samples, _ = soundfile.read(SPEECH, dtype="int16", frames=int(seconds * 24_000))
+    return samples

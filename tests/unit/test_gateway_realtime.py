@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,22 +13,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
+from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from media_samples import image_file
-from realtime_client import MANUAL, noise, talk
+from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, talk
 
 MANUAL_AUDIO = MANUAL["audio"]
 TEXT = {"output_modalities": ["text"], "audio": MANUAL_AUDIO}
-WHOLE = {**INFO, "finish_reason": {"thinker": "stop", "talker": "stop", "token2wav": "stop"}}
-
-
-def greeting(_request: Any, _context: Any) -> Iterator[Any]:
-    yield chunk(text="Hello")
-    yield chunk(text=", sea.", audio=np.full(480, 0.25, np.float32))
-    yield chunk(audio=np.full(480, -0.5, np.float32))
-    yield chunk(info=WHOLE)
-    yield final()
 
 
 @pytest.fixture
@@ -42,12 +32,6 @@ def triton() -> Iterator[FakeTriton]:
 def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
     with run_gateway(triton.url) as running:
         yield running
-
-
-def chat_of(request: Any) -> list[Any]:
-    """The chat that a server was sent, without its media."""
-    found: list[Any] = json.loads(inputs_of(request)["messages"][0])
-    return found
 
 
 async def test_a_written_question_is_answered_in_text(triton: FakeTriton, gateway: RunningGateway) -> None:
