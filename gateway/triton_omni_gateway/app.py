@@ -25,6 +25,7 @@ from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
 from .pool import ServerPool
+from .realtime.door import PATH
 from .realtime.endpoint import add_realtime
 from .realtime.secrets import ClientSecrets
 from .schemas import ChatRequest, SpeechRequest
@@ -80,7 +81,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_operator_routes(app, metrics)
     add_page(app)
     secrets = ClientSecrets(settings.realtime.max_secrets)
-    add_realtime(app, settings, secrets)
+    add_realtime(app, settings, secrets, metrics)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_middleware(
@@ -173,7 +174,7 @@ def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
 def _served(app: FastAPI) -> list[str]:
     """Methods and paths for programs."""
     routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
-    return [f"{method} {route.path}" for route in routes for method in sorted(route.methods)]
+    return [*(f"{method} {route.path}" for route in routes for method in sorted(route.methods)), f"WebSocket {PATH}"]
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -14,6 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from triton_omni_gateway.connection import read_body
 from triton_omni_gateway.errors import RATE, GatewayError, overloaded
 from triton_omni_gateway.gate import error_response
+from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
 from triton_omni_gateway.translate import check_model
@@ -38,11 +39,13 @@ class Realtime:
     Args:
         settings: of the gateway.
         secrets: whose sessions begin configured.
+        metrics: where sessions are counted.
     """
 
-    def __init__(self, settings: GatewaySettings, secrets: ClientSecrets) -> None:
+    def __init__(self, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
         self._settings = settings
         self._secrets = secrets
+        self._metrics = metrics
         self._open = 0
 
     @property
@@ -60,12 +63,16 @@ class Realtime:
         except GatewayError as error:
             await socket.send_denial_response(error_response(error))
             return
-        self._open += 1
+        self._count(1)
         try:
             await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope["subprotocols"] else None)
             await self._hold(socket, model)
         finally:
-            self._open -= 1
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._open += change
+        self._metrics.sessions.set(self._open)
 
     async def _hold(self, socket: WebSocket, model: str) -> None:
         outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits.max_unsent_events)
@@ -132,9 +139,9 @@ async def _take(session: Session, outbox: Outbox, text: str | bytes) -> None:
         outbox.put(error_event(error, event_id))
 
 
-def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets) -> None:
+def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
     """Serve the Realtime API."""
-    realtime = Realtime(settings, secrets)
+    realtime = Realtime(settings, secrets, metrics)
 
     @app.websocket(PATH)
     async def session(socket: WebSocket) -> None:
@@ -145,7 +152,7 @@ def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets
         said = f"Invalid URL (WebSocket {ascii(socket.url.path[:80])[1:-1]}): WebSockets are served at {PATH}."
         await socket.send_denial_response(error_response(GatewayError(404, said)))
 
-    @app.get(PATH)
+    @app.get(PATH, include_in_schema=False)
     async def no_session() -> Any:
         """Realtime sessions, which are WebSockets: any other request is answered with 426."""
         said = f"{PATH} is a WebSocket: connect to ws://HOST:PORT{PATH}?model={settings.models[0]} with an upgrade."
