@@ -153,7 +153,7 @@ async def test_sessions_are_counted_and_one_too_many_is_refused(triton: FakeTrit
             status, error = await refusal(url_of(gateway))
             assert (status, error["code"]) == (429, "overloaded")
         await until(lambda: gateway.metric(SESSIONS) == 0)
-        for _ in range(20):
+        for _ in range(10):
             async with connect(url_of(gateway)):
                 pass
             await until(lambda: gateway.metric(SESSIONS) == 0)
@@ -191,7 +191,7 @@ async def test_a_slow_reader_is_waited_for_and_then_given_up(triton: FakeTriton)
 
     triton.script = loud
     with run_gateway(triton.url, send_timeout_s=0.5) as gateway:
-        async with connect(url_of(gateway), max_queue=1) as socket:
+        async with connect(url_of(gateway), max_queue=1, close_timeout=0.1) as socket:
             item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]}
             await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
             await socket.send(json.dumps({"type": "response.create"}))

@@ -207,3 +207,55 @@ async def test_what_is_not_installed_is_refused_with_its_cure(
         error = await session.refused("session.update", session={"type": "realtime", "audio": vad()})
     assert error.param == "session.audio.input.turn_detection.type"
     assert "pip install 'triton-omni-gateway[realtime]'" in error.message
+
+
+def recogniser(request: Any, context: Any) -> Iterator[Any]:
+    """Writes down what it is asked to, and answers all else."""
+    if any("Write down" in part["text"] for part in chat_of(request)[-1]["content"] if part["type"] == "text"):
+        yield chunk(text="What is ")
+        yield chunk(text="the sea?")
+        yield chunk(info=WHOLE)
+        yield final()
+    else:
+        yield from greeting(request, context)
+
+
+async def test_what_the_user_says_is_written_down_beside_the_reply(triton: FakeTriton, gateway: RunningGateway) -> None:
+    triton.script = recogniser
+    transcription = {"model": "whisper-1", "language": "en", "prompt": "It is about water."}
+    detection = vad()["input"]
+    async with talk(gateway.base, audio={"input": {**detection, "transcription": transcription}}) as session:
+        await session.append(np.concatenate([speech(1), SILENCE]))
+        prefix = "conversation.item.input_audio_transcription"
+        completed = await session.until(f"{prefix}.completed")
+        assert session.joined(f"{prefix}.delta") == completed.transcript == "What is the sea?"
+        assert completed.usage.input_tokens == 9
+        if "response.done" not in session.types():
+            await session.until("response.done")
+        told = await session.asked(
+            "conversation.item.retrieve", "conversation.item.retrieved", item_id=completed.item_id
+        )
+    assert told.item.content[0].transcript == "What is the sea?"
+    asked, written = sorted(triton.requests, key=lambda request: "priority" in parameters_of(request))
+    assert (parameters_of(written)["modalities"], parameters_of(written)["priority"]) == (["text"], 1)
+    assert inputs_of(written)["media"] == inputs_of(asked)["media"]
+    text = chat_of(written)[-1]["content"][-1]["text"]
+    assert text == "Write down what is said, word by word.\n\nThe language is en.\n\nIt is about water."
+
+
+async def test_a_transcription_that_fails_is_told_and_the_reply_comes(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    def script(request: Any, context: Any) -> Iterator[Any]:
+        if parameters_of(request).get("priority") == 1:
+            yield failure("no free session [omni:overloaded;stage=thinker;retry_after_ms=250]")
+        else:
+            yield from greeting(request, context)
+
+    triton.script = script
+    listening = {"input": {"turn_detection": None, "transcription": {"model": "whisper-1"}}}
+    async with talk(gateway.base, audio=listening) as session:
+        await session.append(noise(0.5))
+        failed = await session.asked("input_audio_buffer.commit", "conversation.item.input_audio_transcription.failed")
+        assert (failed.error.code, failed.content_index) == ("overloaded", 0)
+        assert (await session.asked("response.create", "response.done")).response.status == "completed"

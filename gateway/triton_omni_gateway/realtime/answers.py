@@ -7,12 +7,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry
+from triton_omni_client import AsyncListening, Media, OmniClientError, Request
 from triton_omni_client.conversation import HINT_PRIORITY
 from triton_omni_client.messages import Modality, media_fields
-from triton_omni_gateway.errors import CONTEXT_LENGTH, GatewayError, Naming, bad_request, broken
+from triton_omni_gateway.errors import CONTEXT_LENGTH, bad_request, broken
 from triton_omni_gateway.field_names import FieldNames
 from triton_omni_gateway.pool import PooledStream
 
@@ -22,6 +22,7 @@ from .items import Item, Items, messages_of
 from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Reason, Response
+from .servers import Servers
 
 _NAMES: Final = FieldNames(
     {
@@ -38,25 +39,6 @@ _RETAINED = 0.8
 _FOR_THE_REPLY = 0.1
 """Of the longest prompt, that a conversation leaves free."""
 logger = logging.getLogger("uvicorn.error")
-
-
-class Servers(Protocol):
-    """Who is asked; see `service.py`."""
-
-    async def ask(self, request: Request) -> PooledStream:
-        """Send a request."""
-
-    def stream(self, request: Request, *, retry: Retry | None = None) -> PooledStream:
-        """Send a request that needs no voice."""
-
-    async def explain(self, error: OmniClientError, naming: Naming, request_id: str) -> GatewayError:
-        """The meaning of an error."""
-
-    async def request_limits(self) -> Mapping[str, Any]:
-        """The server's limits of a request."""
-
-    def replied(self, stream: PooledStream) -> None:
-        """Count a reply that ended."""
 
 
 class Answers:

@@ -15,7 +15,7 @@ from triton_omni_gateway.errors import GatewayError, bad_request
 from triton_omni_gateway.translate import check_model
 
 from . import events
-from .answers import Answers, Servers
+from .answers import Answers
 from .config import Json, SessionConfig, given_of, merged
 from .detection import check_detection, default_detection
 from .events import ClientEvent, new_id, server_event
@@ -26,6 +26,8 @@ from .items import Content, Item, Items, decoded_base64, made_item
 from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Asked, Response
+from .servers import Servers
+from .transcription import Transcriber
 from .turns import Change, Started
 
 
@@ -61,6 +63,7 @@ class Session:
         self._given = merged(first, given)
         self._config = self._answers.config = checked_config(self._given, models)
         self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
+        self._transcriber = Transcriber(servers, outbox)
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
         """Id of the item that the turn under way will be."""
@@ -76,10 +79,12 @@ class Session:
         self._idle.stop()
         self._hearing.close()
         self._answers.close()
+        self._transcriber.close()
 
     async def closed(self) -> None:
         """Wait until all has ended."""
         await self._answers.closed()
+        await self._transcriber.closed()
 
     def _told(self) -> Json:
         head = {"object": "realtime.session", "id": self.session_id, "expires_at": self._expires_at}
@@ -135,24 +140,31 @@ class Session:
                 self._answers.cancel(None, "turn_detected")
             return
         self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
-        self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
+        item = self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
         if detection is not None and detection.create_response and self._answers.active is None:
             self._respond_unasked()
+        self._transcribe(item)
 
     def _put_turn(self, kind: str, **places: int) -> None:
         self._put(server_event(f"input_audio_buffer.{kind}", item_id=self._turn_id, **places))
 
     def _commit(self, _event: events.BufferCommit) -> None:
+        sound = self._hearing.commit()
         self._stop_idle()
-        self._add_sound(self._hearing.commit())
+        self._transcribe(self._add_sound(sound))
 
-    def _add_sound(self, pcm: bytes) -> None:
+    def _transcribe(self, item: Item) -> None:
+        if (asked := self._config.audio.input.transcription) is not None:
+            self._transcriber.start(item, asked)
+
+    def _add_sound(self, pcm: bytes) -> Item:
         """What the user said becomes an item."""
         item = Item("user", [Content("input_audio", data=pcm)], self._turn_id)
         self._turn_id = new_id("item")
         before = self._items.last_id
         self._put(server_event("input_audio_buffer.committed", previous_item_id=before, item_id=item.item_id))
         self._add(item, None)
+        return item
 
     def _clear(self, _event: events.BufferClear) -> None:
         self._hearing.clear()
