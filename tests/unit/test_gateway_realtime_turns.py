@@ -259,3 +259,40 @@ async def test_a_transcription_that_fails_is_told_and_the_reply_comes(
         failed = await session.asked("input_audio_buffer.commit", "conversation.item.input_audio_transcription.failed")
         assert (failed.error.code, failed.content_index) == ("overloaded", 0)
         assert (await session.asked("response.create", "response.done")).response.status == "completed"
+
+
+async def test_a_turn_ends_with_its_sentence(
+    triton: FakeTriton, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pause is in the middle of a sentence, the second at its end."""
+    told: list[int] = []
+
+    async def is_over(_self: Any, pcm: bytes) -> bool:
+        told.append(len(pcm))
+        return len(told) == 2
+
+    monkeypatch.setattr("triton_omni_gateway.realtime.smart_turn.SmartTurn.is_over", is_over)
+    detection = {"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "low"}}}
+    async with talk(gateway.base, audio=detection) as session:
+        pause = SILENCE[: RATE * 2 // 5]
+        await session.append(np.concatenate([speech(1), pause, speech(1), pause, SILENCE]))
+        assert (await session.until("response.done")).response.status == "completed"
+        kinds = session.types()
+    assert [kinds.count(f"input_audio_buffer.{kind}") for kind in ("speech_started", "speech_stopped")] == [1, 1]
+    assert len(told) == 2
+    assert told[0] < told[1]
+
+
+async def test_a_turn_that_seems_unfinished_ends_after_the_longest_pause(
+    triton: FakeTriton, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_over(_self: Any, _pcm: bytes) -> bool:
+        return False
+
+    monkeypatch.setattr("triton_omni_gateway.realtime.smart_turn.SmartTurn.is_over", is_over)
+    detection = {"input": {"turn_detection": {"type": "semantic_vad", "eagerness": "high"}}}
+    async with talk(gateway.base, audio=detection) as session:
+        await session.append(np.concatenate([speech(1), SILENCE, SILENCE, SILENCE]))
+        started = await session.until("input_audio_buffer.speech_started")
+        stopped = await session.until("input_audio_buffer.speech_stopped")
+        assert 2900 <= stopped.audio_end_ms - started.audio_start_ms <= 3300

@@ -14,7 +14,8 @@ from triton_omni_gateway.realtime.buffer import InputBuffer
 from triton_omni_gateway.realtime.config import PcmFormat
 from triton_omni_gateway.realtime.formats import Ear
 from triton_omni_gateway.realtime.silero import SileroVoice
-from triton_omni_gateway.realtime.turns import CHUNK_SAMPLES, Change, Started, Stopped, TurnDetector
+from triton_omni_gateway.realtime.smart_turn import SmartTurn
+from triton_omni_gateway.realtime.turns import CHUNK_SAMPLES, Change, Paused, Started, Stopped, TurnDetector
 
 SPEECH = Path(__file__).parents[2] / "docs" / "images" / "reply.wav"
 CHUNK = bytes(2 * CHUNK_SAMPLES)
@@ -63,19 +64,16 @@ def test_sound_may_be_cut_anywhere() -> None:
     assert found == [Started(32), Stopped(6 * 32)]
 
 
-def test_a_pause_is_asked_about_once_and_may_end_the_turn() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def is_over(begin_ms: int, end_ms: int) -> bool:
-        asked.append((begin_ms, end_ms))
-        return len(asked) == 2
-
-    probabilities = [0.9, 0.9, 0, 0, 0, 0.9, 0, 0, 0]
-    detector = TurnDetector(
-        Told(probabilities), threshold=0.5, padding_ms=0, silence_ms=1000, is_over=is_over, pause_ms=64
-    )
-    assert list(detector.feed(CHUNK * 9)) == [Started(0), Stopped(8 * 32)]
-    assert asked == [(0, 4 * 32), (0, 8 * 32)]
+def test_a_pause_is_told_once_and_a_turn_may_be_ended_there() -> None:
+    probabilities = [0.9, 0.9, 0, 0, 0, 0.9, 0, 0, 0, 0]
+    detector = TurnDetector(Told(probabilities), threshold=0.5, padding_ms=0, silence_ms=1000, pause_ms=64)
+    found: list[Change] = []
+    for change in detector.feed(CHUNK * len(probabilities)):
+        found.append(change)
+        if len(found) == 3:
+            found.append(detector.stop())
+    assert found == [Started(0), Paused(0, 4 * 32), Paused(0, 8 * 32), Stopped(8 * 32)]
+    assert not detector.speaks
 
 
 def test_recorded_speech_is_one_turn_and_noise_none() -> None:
@@ -113,3 +111,12 @@ def test_all_of_a_sound_is_heard_however_it_is_cut(rate: int) -> None:
     assert len(samples) == pytest.approx(16_000, abs=2)
     spectrum = np.abs(np.fft.rfft(samples))
     assert spectrum.argmax() == pytest.approx(440, abs=1)
+
+
+async def test_an_unfinished_sentence_is_told_from_a_finished_one() -> None:
+    sound, _ = soundfile.read(SPEECH, dtype="int16")
+    pcm = Ear(PcmFormat(type="audio/pcm")).hear(sound.tobytes())
+    whole, cut = len(pcm), 4 * 32_000
+    smart_turn = SmartTurn()
+    assert await smart_turn.is_over(pcm[whole - 8 * 32_000 :])
+    assert not await smart_turn.is_over(pcm[:cut])

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which detectors of turns there are here, and how a session's configuration makes one."""
+"""How a session's configuration makes a detector of turns, where what that needs is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Final
 
-from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.errors import bad_request
 
 from .config import Json, SemanticVad, ServerVad
 from .silero import CURE, SileroVoice, is_installed
 from .turns import TurnDetector
+
+_LONGEST_PAUSE_MS: Final = {"low": 8000, "medium": 4000, "auto": 4000, "high": 2000}
+"""By eagerness: OpenAI's longest waits for a user whose sentence seems unfinished."""
+_PAUSE_MS = 200
+"""After which Smart Turn is asked."""
+_THRESHOLD, _PADDING_MS = 0.5, 300
+"""Of `semantic_vad`, which has no keys for them: OpenAI's of `server_vad`."""
+_PARAM = "session.audio.input.turn_detection.type"
 
 
 def default_detection() -> Json | None:
@@ -23,24 +31,27 @@ def check_detection(asked: ServerVad | SemanticVad | None) -> None:
     Raises:
         GatewayError: 400, with the cure.
     """
-    if isinstance(asked, SemanticVad):
-        raise _refused("'semantic_vad' is not served; use 'server_vad', or null and commit by yourself")
     if asked is not None and not is_installed():
-        raise _refused(f"'{asked.type}' needs {CURE} at the gateway; use null and commit by yourself")
+        said = f"Invalid value for '{_PARAM}': '{asked.type}' needs {CURE} at the gateway; or use null, and commit"
+        raise bad_request(f"{said} by input_audio_buffer.commit.", param=_PARAM, code="turn_detection_unavailable")
 
 
-def _refused(why: str) -> GatewayError:
-    param = "session.audio.input.turn_detection.type"
-    return bad_request(f"Invalid value for '{param}': {why}.", param=param, code="turn_detection_unavailable")
-
-
-def detector_of(asked: ServerVad | SemanticVad | None, _sound: Callable[[int], bytes]) -> TurnDetector | None:
+def detector_of(asked: ServerVad | SemanticVad | None) -> TurnDetector | None:
     """A detector of turns; None = the client commits."""
-    if not isinstance(asked, ServerVad):
-        return None
-    return TurnDetector(
-        SileroVoice(),
-        threshold=asked.threshold,
-        padding_ms=asked.prefix_padding_ms,
-        silence_ms=asked.silence_duration_ms,
-    )
+    match asked:
+        case ServerVad():
+            return TurnDetector(
+                SileroVoice(),
+                threshold=asked.threshold,
+                padding_ms=asked.prefix_padding_ms,
+                silence_ms=asked.silence_duration_ms,
+            )
+        case SemanticVad():
+            return TurnDetector(
+                SileroVoice(),
+                threshold=_THRESHOLD,
+                padding_ms=_PADDING_MS,
+                silence_ms=_LONGEST_PAUSE_MS[asked.eagerness],
+                pause_ms=_PAUSE_MS,
+            )
+    return None

@@ -26,6 +26,7 @@ from .limits import RealtimeLimits
 from .outbox import Outbox
 from .secrets import ClientSecrets, SecretRequest
 from .session import Session, checked_config
+from .smart_turn import SmartTurn
 
 _PARSED_AT_ONCE = 1 << 18
 """Characters of an event that is parsed in a millisecond or so."""
@@ -46,6 +47,7 @@ class Realtime:
         self._settings = settings
         self._secrets = secrets
         self._metrics = metrics
+        self._smart_turn = SmartTurn()
         self._open = 0
 
     @property
@@ -76,9 +78,15 @@ class Realtime:
 
     async def _hold(self, socket: WebSocket, model: str) -> None:
         outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits.max_unsent_events)
-        given = socket.scope["state"]["session"]
-        gateway = socket.app.state.gateway
-        session = Session(gateway, self._limits, outbox, models=self._settings.models, given=given, model=model)
+        session = Session(
+            socket.app.state.gateway,
+            self._limits,
+            outbox,
+            smart_turn=self._smart_turn,
+            models=self._settings.models,
+            given=socket.scope["state"]["session"],
+            model=model,
+        )
         sending = asyncio.create_task(outbox.run())
         reading = asyncio.create_task(_read(socket, session, outbox))
         try:

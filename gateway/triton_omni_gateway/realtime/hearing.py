@@ -15,7 +15,7 @@ from .config import AudioInput, PcmFormat, SemanticVad, ServerVad
 from .detection import detector_of
 from .formats import BYTES_A_MS, Ear
 from .limits import RealtimeLimits
-from .turns import Change, Started, TurnDetector
+from .turns import Change, Started, Stopped, TurnDetector
 
 _SHORTEST_MS = 100
 """Of an utterance that is committed, as at OpenAI."""
@@ -39,7 +39,7 @@ class Hearing:
         self._listening: AsyncListening[Media] | None = None
         self._audio = audio
         self._ear = Ear(audio.format)
-        self._detector = detector_of(audio.turn_detection, self._buffer.since)
+        self._detector = detector_of(audio.turn_detection)
         self.kept_from_ms: int | None = None
         """Sound from here on is kept also where nobody speaks."""
 
@@ -63,7 +63,7 @@ class Hearing:
         if audio.format != self._audio.format:
             self._ear = Ear(audio.format)
         if audio.turn_detection != self._audio.turn_detection:
-            self._detector = detector_of(audio.turn_detection, self._buffer.since)
+            self._detector = detector_of(audio.turn_detection)
             self._restart()
             self.close()
         self._audio = audio
@@ -104,6 +104,14 @@ class Hearing:
     def _write(self, pcm: bytes) -> None:
         if self._listening is not None and pcm:
             self._listening.write(np.frombuffer(pcm, "<i2"))
+
+    def stop(self) -> Stopped | None:
+        """End the turn here; None where it has ended already."""
+        return self._detector.stop() if self._detector is not None and self._detector.speaks else None
+
+    def between(self, begin_ms: int, end_ms: int) -> bytes:
+        """The sound between two places, which stays."""
+        return self._buffer.since(begin_ms)[: (end_ms - begin_ms) * BYTES_A_MS]
 
     def utterance(self, begin_ms: int, end_ms: int) -> bytes:
         """The sound between two places, PCM16 at 16 kHz; what came before its end is gone."""

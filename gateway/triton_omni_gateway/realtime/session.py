@@ -27,8 +27,9 @@ from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Asked, Response
 from .servers import Servers
+from .smart_turn import SmartTurn
 from .transcription import Transcriber
-from .turns import Change, Started
+from .turns import Change, Paused, Started, Stopped
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         servers: who is asked.
         limits: its bounds.
         outbox: where its events go.
+        smart_turn: tells whether a sentence is finished.
         models: names that `model` may have.
         given: configuration that a client secret holds.
         model: name of the model that the client asked for.
@@ -49,6 +51,7 @@ class Session:
         limits: RealtimeLimits,
         outbox: Outbox,
         *,
+        smart_turn: SmartTurn,
         models: tuple[str, ...],
         given: Mapping[str, Any],
         model: str,
@@ -64,6 +67,7 @@ class Session:
         self._config = self._answers.config = checked_config(self._given, models)
         self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
         self._transcriber = Transcriber(servers, outbox)
+        self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
         """Id of the item that the turn under way will be."""
@@ -126,19 +130,30 @@ class Session:
         data = decoded_base64(event.audio, "audio")
         for piece in self._hearing.slices(data):
             for change in self._hearing.hear(piece):
-                self._turn(change)
+                await self._turn(change)
             await asyncio.sleep(0)  # others are served between two seconds of sound
 
-    def _turn(self, change: Change) -> None:
-        """Somebody begins or ends to speak."""
+    async def _turn(self, change: Change) -> None:
+        """Somebody begins to speak, pauses, or ends."""
+        match change:
+            case Started():
+                self._turn_begins(change)
+            case Stopped():
+                self._turn_ends(change)
+            case Paused():
+                pcm = self._hearing.between(change.begin_ms, change.end_ms)
+                if await self._smart_turn.is_over(pcm) and (ended := self._hearing.stop()) is not None:
+                    self._turn_ends(ended)
+
+    def _turn_begins(self, change: Started) -> None:
+        self._stop_idle()
+        self._turn_begin_ms = change.begin_ms
+        self._put_turn("speech_started", audio_start_ms=change.begin_ms)
+        if self._hearing.detection is not None and self._hearing.detection.interrupt_response:
+            self._answers.cancel(None, "turn_detected")
+
+    def _turn_ends(self, change: Stopped) -> None:
         detection = self._hearing.detection
-        if isinstance(change, Started):
-            self._stop_idle()
-            self._turn_begin_ms = change.begin_ms
-            self._put_turn("speech_started", audio_start_ms=change.begin_ms)
-            if detection is not None and detection.interrupt_response:
-                self._answers.cancel(None, "turn_detected")
-            return
         self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
         item = self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
         if detection is not None and detection.create_response and self._answers.active is None:

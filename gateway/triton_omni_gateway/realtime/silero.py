@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Silero's published detector of speech, run by ONNX Runtime; both come with the extra `realtime`.
+"""Silero's published detector of speech, run by ONNX Runtime.
 
-Its package is not imported, since that would load torch: of it only the network's file is read.
+Both come with the extra `realtime`, by Pipecat's package: Silero's own would bring torch, which nothing here needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .turns import CHUNK_SAMPLES
 CURE: Final = "pip install 'triton-omni-gateway[realtime]'"
 _CONTEXT = 64
 """Samples before each chunk that the network reads again."""
-_FILE = "data/silero_vad_16k_op15.onnx"
+_PACKAGE, _FILE = "pipecat", "audio/vad/data/silero_vad.onnx"
 _RATE = 16_000
 
 
 def _file() -> Path | None:
-    package = find_spec("silero_vad")
+    package = find_spec(_PACKAGE)
     if package is None or package.origin is None:
         return None
     file = Path(package.origin).parent / _FILE

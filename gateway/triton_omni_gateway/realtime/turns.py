@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -33,13 +33,21 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Paused:
+    """Whoever speaks since `begin_ms` has paused until `end_ms`, and may have ended."""
+
+    begin_ms: int
+    end_ms: int
+
+
+@dataclass(frozen=True)
 class Stopped:
     """Nobody speaks any more; `end_ms` is where that was certain."""
 
     end_ms: int
 
 
-Change = Started | Stopped
+Change = Started | Paused | Stopped
 
 
 class TurnDetector:
@@ -50,9 +58,7 @@ class TurnDetector:
         threshold: probability from which on a moment is speech.
         padding_ms: sound before speech that belongs to it.
         silence_ms: without speech end a turn.
-        is_over: asked once at each pause of `pause_ms`, of a turn's begin and the pause's place; True ends the turn
-            before `silence_ms`. None = silence alone ends it.
-        pause_ms: shortest pause at which it is asked.
+        pause_ms: without speech are told once as a pause; None = pauses are not told.
     """
 
     def __init__(
@@ -62,14 +68,12 @@ class TurnDetector:
         threshold: float,
         padding_ms: int,
         silence_ms: int,
-        is_over: Callable[[int, int], bool] | None = None,
-        pause_ms: int = 0,
+        pause_ms: int | None = None,
     ) -> None:
         self._voice = voice
         self._threshold = threshold
         self._padding_ms = padding_ms
         self._silence_ms = silence_ms
-        self._is_over = is_over
         self._pause_ms = pause_ms
         self._rest = b""
         self._place_ms = 0
@@ -121,12 +125,13 @@ class TurnDetector:
             self._silent_ms = 0
         elif self._silent_ms or probability < self._threshold - _HYSTERESIS:
             before, self._silent_ms = self._silent_ms, self._silent_ms + CHUNK_MS
-            if self._silent_ms >= self._silence_ms or self._ends_at_pause(before):
-                self._begin_ms = None
-                return Stopped(self._place_ms)
+            if self._silent_ms >= self._silence_ms:
+                return self.stop()
+            if self._pause_ms is not None and before < self._pause_ms <= self._silent_ms:
+                return Paused(self.needed_from_ms, self._place_ms)
         return None
 
-    def _ends_at_pause(self, before_ms: int) -> bool:
-        if self._is_over is None or self._begin_ms is None or not before_ms < self._pause_ms <= self._silent_ms:
-            return False
-        return self._is_over(self._begin_ms, self._place_ms)
+    def stop(self) -> Stopped:
+        """End the turn here."""
+        self._begin_ms = None
+        return Stopped(self._place_ms)
