@@ -30,7 +30,7 @@ class SmartTurn:
                 self._analyzer.append_audio(pcm, True)
                 state, _ = await self._analyzer.analyze_end_of_turn()
             finally:
-                self._analyzer.clear()
+                self._analyzer.clear()  # type: ignore[no-untyped-call]
         return state == EndOfTurnState.COMPLETE
 
 
