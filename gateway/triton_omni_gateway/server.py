@@ -26,6 +26,7 @@ from .connections import BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
 from .logs import log_config
 from .pool import ServerPool
+from .realtime.limits import RealtimeLimits
 from .realtime.protocol import RealtimeProtocol
 from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
@@ -129,6 +130,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         host_names=tuple(name.lower() for name in given.allow_host),
         origins=tuple(given.allow_origin),
         speech_prompt=given.speech_prompt,
+        realtime=RealtimeLimits(max_sessions=given.max_sessions),
     )
     keys = read_keys(os.environ, given.api_keys)
     return Command(settings, keys, given.host, given.port, given.wait, given.grace, given.log_level, given.check)
@@ -190,6 +192,9 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     mib = default.max_body_bytes // MIB
     body = f"MiB of one request's body; a larger one is refused (default {mib})"
     parser.add_argument("--max-body-mib", type=_whole(1), default=mib, metavar="N", help=body)
+    talks = default.realtime.max_sessions
+    held = f"realtime sessions open at once; the next one gets 429 (default {talks})"
+    parser.add_argument("--max-sessions", type=_whole(1), default=talks, metavar="N", help=held)
     opened = f"connections open at once; the longest idle one makes room (default {default.max_connections})"
     parser.add_argument("--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help=opened)
     parser.add_argument(
