@@ -86,8 +86,11 @@ class Gate:
             logger.exception("%s failed", request_id)
             await self._apologise(scope, exchange, broken(request_id))
         finally:
-            endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
-            self._metrics.answered(endpoint, state["status"] or exchange.status, time.monotonic() - begin)
+            status = state["status"] or exchange.status
+            self._metrics.answered(self._endpoint(scope), status, time.monotonic() - begin)
+
+    def _endpoint(self, scope: Scope) -> str:
+        return scope["path"] if scope["path"] in self._endpoints else "other"
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a WebSocket in, or refuse it before it is one."""
@@ -96,6 +99,7 @@ class Gate:
         refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
         if refusal is not None:
             await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
+            self._metrics.answered(self._endpoint(scope), refusal.status, 0.0)
             return
         try:
             await self._app(scope, receive, send)

@@ -77,7 +77,7 @@ class Realtime:
         self._metrics.sessions.set(self._open)
 
     async def _hold(self, socket: WebSocket, model: str) -> None:
-        outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits.max_unsent_events)
+        outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits)
         session = Session(
             socket.app.state.gateway,
             self._limits,

@@ -84,26 +84,25 @@ class Hearing:
         """Take the next sound and tell who begins or ends to speak in it."""
         pcm = self._ear.hear(data)
         self._buffer.append(pcm)
+        if self._listening is not None:
+            self._listening.write(np.frombuffer(pcm, "<i2"))
         if self._detector is None:
-            if self._listening is None:
-                self._listening = self._prefill()
-            self._write(pcm)
+            self._begin_prefill(self._buffer.begin_ms)
             return
-        self._write(pcm)
         for change in self._detector.feed(pcm):
-            if isinstance(change, Started):
-                self._listening = self._prefill()
-                self._write(self._buffer.since(change.begin_ms))
             yield change
+            if isinstance(change, Started):  # which ends a response: beside one, nothing is computed ahead
+                self._begin_prefill(change.begin_ms)
         self._forget(self._detector)
 
     def _forget(self, detector: TurnDetector) -> None:
         needed = detector.needed_from_ms
         self._buffer.forget_before(needed if self.kept_from_ms is None else min(needed, self.kept_from_ms))
 
-    def _write(self, pcm: bytes) -> None:
-        if self._listening is not None and pcm:
-            self._listening.write(np.frombuffer(pcm, "<i2"))
+    def _begin_prefill(self, begin_ms: int) -> None:
+        if self._listening is None and (listening := self._prefill()) is not None:
+            self._listening = listening
+            listening.write(np.frombuffer(self._buffer.since(begin_ms), "<i2"))
 
     def stop(self) -> Stopped | None:
         """End the turn here; None where it has ended already."""

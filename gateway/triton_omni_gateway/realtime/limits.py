@@ -28,5 +28,7 @@ class RealtimeLimits:
     """Responses outside of the conversation that are made at once."""
     max_unsent_events: int = 64
     """Made and not taken by the client; further sound is not asked for, and no event is read, until it takes some."""
+    max_unsent_characters: int = MIB
+    """The same, of their text; the last one may be as long as an item."""
     max_secrets: int = 1024
     """Client secrets that have not expired."""

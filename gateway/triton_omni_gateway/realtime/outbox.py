@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from .config import Json
 from .events import written
+from .limits import RealtimeLimits
 
 
 class Outbox:
@@ -19,25 +20,29 @@ class Outbox:
     Args:
         send: gives a text to the connection, and waits while that is full.
         seconds: in which the client has to take each event.
-        most: events after which there is no room.
+        limits: how much may be unsent before there is no room.
     """
 
-    def __init__(self, send: Callable[[str], Awaitable[None]], seconds: float, most: int) -> None:
+    def __init__(self, send: Callable[[str], Awaitable[None]], seconds: float, limits: RealtimeLimits) -> None:
         self._send = send
         self._seconds = seconds
-        self._most = most
-        self._events: deque[Json] = deque()
+        self._limits = limits
+        self._events: deque[str] = deque()
+        self._size = 0
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
 
     def put(self, event: Json) -> None:
         """Add an event; never waits."""
-        self._events.append(event)
+        text = written(event)
+        self._events.append(text)
+        self._size += len(text)
         self._changed.set()
 
     async def room(self) -> None:
-        """Wait until few events are unsent."""
-        while len(self._events) >= self._most:
+        """Wait until little is unsent."""
+        limits = self._limits
+        while len(self._events) >= limits.max_unsent_events or self._size >= limits.max_unsent_characters:
             self._taken.clear()
             await self._taken.wait()
 
@@ -51,7 +56,7 @@ class Outbox:
             await self._changed.wait()
             while self._events:
                 async with asyncio.timeout(self._seconds):
-                    await self._send(written(self._events[0]))
-                self._events.popleft()
+                    await self._send(self._events[0])
+                self._size -= len(self._events.popleft())
                 self._taken.set()
             self._changed.clear()
