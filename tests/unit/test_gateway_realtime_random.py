@@ -5,36 +5,48 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from websockets.asyncio.client import connect
 
-from client_fakes import FakeTriton, failure, serve_grpc
-from gateway_fakes import TIMEOUT_S, RunningGateway, run_gateway
+from client_fakes import FakeTriton, chunk, failure, serve_grpc
+from gateway_fakes import TIMEOUT_S, run_gateway
 from realtime_client import greeting, noise, speech
 
 IDS = ["a", "b", "c", "nobody"]
 FAULTS = ["", "x", None, 0, -1, 10**30, 1.5, [], {}, ["a"], {"a": None}, "root", "\ud800", "a" * 600]
 
 
-@pytest.fixture
-def triton() -> Iterator[FakeTriton]:
-    def script(request: Any, context: Any) -> Iterator[Any]:
-        if len(fake.requests) % 5 == 4:
+class Mixed:
+    """A script: greetings, refusals, and replies that end when nobody wants them any more."""
+
+    def __init__(self) -> None:
+        self.asked = itertools.count()
+        self.open: set[int] = set()
+        """Numbers of the endless replies that somebody still wants."""
+
+    def __call__(self, request: Any, context: Any) -> Iterator[Any]:
+        number = next(self.asked)
+        if number % 5 == 4:
             yield failure("no free session [omni:overloaded;stage=thinker;retry_after_ms=250]")
-        elif len(fake.requests) % 5 == 3:
-            yield from fake.endless(request, context)
+        elif number % 5 == 3:
+            yield from self.endless(number, context)
         else:
             yield from greeting(request, context)
 
-    fake = FakeTriton(script)
-    with serve_grpc(fake) as fake:
-        yield fake
+    def endless(self, number: int, context: Any) -> Iterator[Any]:
+        self.open.add(number)
+        yield chunk(text="Hello", audio=np.zeros(480, np.float32))
+        while context.is_active():
+            time.sleep(0.01)
+        self.open.remove(number)
 
 
 def random_event(draw: random.Random) -> dict[str, Any]:
@@ -72,11 +84,9 @@ def broken(event: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_random_events_are_answered_and_nothing_is_left(
-    triton: FakeTriton, caplog: pytest.LogCaptureFixture, seed: int
-) -> None:
-    draw = random.Random(seed)
-    with run_gateway(triton.url) as gateway:
+async def test_random_events_are_answered_and_nothing_is_left(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    draw, script = random.Random(seed), Mixed()
+    with serve_grpc(FakeTriton(script)) as triton, run_gateway(triton.url) as gateway:
         async with connect(f"{gateway.base.replace('http', 'ws')}/v1/realtime", max_queue=None) as socket:
             for number in range(150):
                 event = random_event(draw)
@@ -84,7 +94,8 @@ async def test_random_events_are_answered_and_nothing_is_left(
                 await socket.send(json.dumps({**event, "event_id": f"{number}"}))
             await socket.send(json.dumps({"type": "nonsense", "event_id": "last"}))
             kinds = await until_last(socket)
-        await nothing_left(gateway)
+        await asyncio.to_thread(gateway.wait_for_metric, "omni_gateway_realtime_sessions", 0)
+        await asyncio.to_thread(until, lambda: not script.open)
     assert kinds["session.updated"] > 0
     assert kinds["error"] > 10
     assert [record for record in caplog.records if record.exc_info] == []
@@ -102,5 +113,8 @@ async def until_last(socket: Any) -> dict[str, int]:
                 return kinds
 
 
-async def nothing_left(gateway: RunningGateway) -> None:
-    await asyncio.to_thread(gateway.wait_for_metric, "omni_gateway_realtime_sessions", 0)
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
