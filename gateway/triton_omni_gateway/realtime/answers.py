@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from triton_omni_client import AsyncListening, Media, OmniClientError, Request
+from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry
 from triton_omni_client.conversation import HINT_PRIORITY
 from triton_omni_client.messages import Modality, media_fields
 from triton_omni_gateway.errors import CONTEXT_LENGTH, bad_request, broken
@@ -66,6 +67,7 @@ class Answers:
         self._server_limits: Mapping[str, Any] = {}
         self._tasks: dict[Response, asyncio.Task[None]] = {}
         self._streams: dict[Response, PooledStream] = {}
+        self._hints: weakref.WeakSet[PooledStream] = weakref.WeakSet()
         self._refused_prefill = False
         self._prefill: AsyncListening[Media] | None = None
         self.config = SessionConfig()
@@ -124,12 +126,18 @@ class Answers:
             self._refused_prefill = True
         if self._refused_prefill or self.active is not None:
             return None
-        self._prefill = AsyncListening(self._servers, self._hint, lambda _text, media: media[0])
+        self._prefill = AsyncListening(self, self._hint, lambda _text, media: media[0])
         return self._prefill
+
+    def stream(self, request: Request, *, retry: Retry | None = None) -> PooledStream:
+        """Send a hint of an utterance; it may outlast that, but not the session."""
+        hint = self._servers.stream(request, retry=retry)
+        self._hints.add(hint)
+        return hint
 
     def close(self) -> None:
         """End all at once, as the connection ends."""
-        for stream in self._streams.values():
+        for stream in [*self._streams.values(), *self._hints]:
             stream.close()
         for task in self._tasks.values():
             task.cancel()
