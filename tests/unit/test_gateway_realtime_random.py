@@ -43,10 +43,12 @@ class Mixed:
 
     def endless(self, number: int, context: Any) -> Iterator[Any]:
         self.open.add(number)
-        yield chunk(text="Hello", audio=np.zeros(480, np.float32))
-        while context.is_active():
-            time.sleep(0.01)
-        self.open.remove(number)
+        try:
+            yield chunk(text="Hello", audio=np.zeros(480, np.float32))
+            while context.is_active():
+                time.sleep(0.01)
+        finally:
+            self.open.remove(number)
 
 
 def random_event(draw: random.Random) -> dict[str, Any]:
