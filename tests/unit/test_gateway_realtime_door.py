@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may open a realtime session, what else is refused, and the bounds of sessions: nothing is left of any."""
+"""Realtime sessions are opened with a key, are bounded, and leave nothing; other callers are told why they get none."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ _NAMES: Final = FieldNames(
     "the response",
 )
 _RETAINED = 0.8
-"""Of a conversation that is too long, where the client does not say."""
+"""Share that is kept of a conversation that is too long, where the client does not say."""
 _FOR_THE_REPLY = 0.1
-"""Of the longest prompt, that a conversation leaves free."""
+"""Share of the longest prompt that a conversation leaves free."""
 logger = logging.getLogger("uvicorn.error")
 
 

@@ -97,7 +97,7 @@ class NoiseReduction(Strict):
 
 
 class AudioInput(Strict):
-    """What comes."""
+    """Sound that comes."""
 
     format: _Format = PcmFormat(type="audio/pcm")
     turn_detection: TurnDetection | None = None
@@ -106,7 +106,7 @@ class AudioInput(Strict):
 
 
 class AudioOutput(Strict):
-    """What goes."""
+    """Sound that goes."""
 
     format: _Format = PcmFormat(type="audio/pcm")
     voice: StrictStr | None = None
@@ -121,7 +121,7 @@ class Audio(Strict):
 
 
 class TokenLimits(Strict):
-    """Of the conversation after the instructions."""
+    """Limits of the conversation after the instructions."""
 
     post_instructions: Annotated[int, Field(strict=True, ge=1)] | None = None
 
@@ -140,7 +140,7 @@ _NoTools = Annotated[tuple[Any, ...], Field(max_length=0)]
 
 
 class ResponseOptions(Strict):
-    """What a session says of its responses, and a response of itself."""
+    """Keys of a session about its responses, and of a response about itself."""
 
     instructions: StrictStr | None = None
     output_modalities: _Modalities = ("audio",)
@@ -168,14 +168,14 @@ class SessionConfig(ResponseOptions):
 
 
 class ResponseOutput(Strict):
-    """Of one response; None = the session's."""
+    """Sound of one response; None = the session's."""
 
     format: _Format | None = None
     voice: StrictStr | None = None
 
 
 class ResponseAudio(Strict):
-    """Of one response."""
+    """Sound of one response."""
 
     output: ResponseOutput = ResponseOutput()
 

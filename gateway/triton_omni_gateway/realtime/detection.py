@@ -16,7 +16,7 @@ _LONGEST_PAUSE_MS: Final = {"low": 8000, "medium": 4000, "auto": 4000, "high": 2
 _PAUSE_MS = 200
 """After which Smart Turn is asked."""
 _THRESHOLD, _PADDING_MS = 0.5, 300
-"""Of `semantic_vad`, which has no keys for them: OpenAI's of `server_vad`."""
+"""Values for `semantic_vad`, which has no keys for them: OpenAI's of `server_vad`."""
 _PARAM = "session.audio.input.turn_detection.type"
 
 

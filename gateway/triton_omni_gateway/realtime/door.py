@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may open a WebSocket: callers with an API key or a client secret; without keys, all but foreign pages."""
+"""WebSockets are for callers with an API key or a client secret; without keys, for all but foreign pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .secrets import ClientSecrets
 PATH: Final = "/v1/realtime"
 SUBPROTOCOL: Final = "realtime"
 _KEY_BEGIN = "openai-insecure-api-key."
-"""Of the subprotocol by which a page, which can set no header, sends a key."""
+"""Begin of the subprotocol by which a page, which can set no header, sends a key."""
 
 
 def refuse_socket(

@@ -119,7 +119,7 @@ class ResponseParameters(ResponseOptions):
 
     @property
     def modalities(self) -> tuple[Modality, ...] | None:
-        """What was asked for; None = the session's."""
+        """The modalities that were asked for; None = the session's."""
         return self.output_modalities if "output_modalities" in self.model_fields_set else None
 
 

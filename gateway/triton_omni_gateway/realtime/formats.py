@@ -19,7 +19,7 @@ from triton_omni_client.listening import HEARD_RATE
 from .config import PcmFormat, SoundFormat
 
 BYTES_A_MS: Final = HEARD_RATE * 2 // 1000
-"""Of what is heard."""
+"""Bytes of a millisecond that is heard."""
 _G711_RATE = 8000
 _CODECS: Final[dict[str, Literal["pcm_mulaw", "pcm_alaw"]]] = {"audio/pcmu": "pcm_mulaw", "audio/pcma": "pcm_alaw"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session hears: sound as it comes, the turns in it, and its prefill while somebody speaks."""
+"""The hearing of a session: sound as it comes, the turns in it, and its prefill while somebody speaks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .limits import RealtimeLimits
 from .turns import Change, Started, Stopped, TurnDetector
 
 _SHORTEST_MS = 100
-"""Of an utterance that is committed, as at OpenAI."""
+"""Length of an utterance that is committed, as at OpenAI."""
 _SLICE_SECONDS = 1
-"""Of sound that is heard at once: what detects speech takes 3 ms for it, in which nobody else is served."""
+"""Length that is heard at once: the detector of speech takes 3 ms for it, in which nobody else is served."""
 Prefill = Callable[[], AsyncListening[Media] | None]
 
 
@@ -69,7 +69,7 @@ class Hearing:
         self._audio = audio
 
     def slices(self, data: bytes) -> Iterator[bytes]:
-        """What was appended, in pieces of a second.
+        """The appended sound, in pieces of a second.
 
         Raises:
             GatewayError: 400, there is no room for it.

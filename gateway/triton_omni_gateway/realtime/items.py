@@ -44,9 +44,9 @@ class Content:
     data: bytes = field(default=b"", repr=False)
     """PCM16 at 16 kHz of an `input_audio`, the file of an `input_image`."""
     seconds: float = 0.0
-    """Of an `output_audio`: how much speech was sent, or was heard where it was truncated."""
+    """Length of an `output_audio`: how much speech was sent, or was heard where it was truncated."""
     mime: str = ""
-    """Of an `input_image`."""
+    """Type of an `input_image`."""
 
     @property
     def size(self) -> int:
@@ -280,7 +280,7 @@ def _content(part: Part, role: Role, path: str, ear: Ear) -> Content:
         return Content("input_audio", part.transcript or "", ear.hear(sound) + ear.end())
     if part.type == "input_image":
         return _image(value, f"{path}.image_url")
-    # What is given as an earlier spoken reply is its text: the model reads earlier replies.
+    # An earlier spoken reply is its text: the model reads earlier replies.
     return Content("output_text" if role == "assistant" else "input_text", value)
 
 

@@ -10,20 +10,20 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RealtimeLimits:
-    """What sessions may take of a gateway; each bound is told where it refuses."""
+    """Bounds of the sessions of a gateway; each is told where it refuses."""
 
     max_sessions: int = 64
     """Open at once; the next one is refused with 429."""
     session_seconds: float = 3600.0
     """After which a session is closed, as at OpenAI."""
     max_event_bytes: int = 16 * MIB
-    """Of one event; a longer one closes the session with code 1009 before more of it is read."""
+    """Length of one event; a longer one closes the session with code 1009 before more of it is read."""
     max_buffer_seconds: float = 300.0
-    """Of sound that is appended and not committed."""
+    """Length of sound that is appended and not committed."""
     max_items: int = 1024
-    """Of the conversation; older ones make room, as where it is too long for the model."""
+    """Items of the conversation; older ones make room, as where it is too long for the model."""
     max_conversation_bytes: int = 64 * MIB
-    """Of its texts, sounds and pictures, likewise."""
+    """Its texts, sounds and pictures, likewise."""
     max_side_responses: int = 4
     """Responses outside of the conversation that are made at once."""
     max_unsent_events: int = 64

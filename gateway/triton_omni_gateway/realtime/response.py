@@ -25,7 +25,7 @@ _TEXT, _TRANSCRIPT, _AUDIO = "response.output_text", "response.output_audio_tran
 
 @dataclass(frozen=True)
 class Asked:
-    """What a response is to be."""
+    """A response as it is asked for."""
 
     instructions: str | None
     modality: Modality
@@ -56,7 +56,7 @@ class Response:
     status: Ending | Literal["in_progress"] = "in_progress"
     item: Item | None = None
     samples: int = 0
-    """Of speech, at 24 kHz, that were sent."""
+    """Samples of speech, at 24 kHz, that were sent."""
     _details: Json | None = None
     _info: Info | None = None
 
@@ -75,7 +75,7 @@ class Response:
 
     @property
     def seconds(self) -> float:
-        """Of speech that was sent."""
+        """Length of the speech that was sent."""
         return self.samples / SAMPLE_RATE
 
     def begin(self) -> None:

@@ -35,7 +35,7 @@ class SecretRequest(Strict):
 
 @dataclass(frozen=True)
 class Secret:
-    """What a secret stands for."""
+    """The meaning of a secret."""
 
     caller: str
     session: Mapping[str, Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answers sessions, as they see it; `service.py` has it."""
+"""The Triton servers as sessions see them; `service.py` has them."""
 
 from __future__ import annotations
 

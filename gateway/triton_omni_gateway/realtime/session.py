@@ -173,7 +173,7 @@ class Session:
             self._transcriber.start(item, asked)
 
     def _add_sound(self, pcm: bytes) -> Item:
-        """What the user said becomes an item."""
+        """Sound of the user becomes an item."""
         item = Item("user", [Content("input_audio", data=pcm)], self._turn_id)
         self._turn_id = new_id("item")
         before = self._items.last_id

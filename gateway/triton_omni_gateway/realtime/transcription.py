@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user said, as text: the thinker alone writes it beside the reply, which goes first."""
+"""Transcripts of what the user says: the thinker alone writes them beside the reply, which goes first."""
 
 from __future__ import annotations
 
