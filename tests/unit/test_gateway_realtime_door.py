@@ -226,8 +226,13 @@ async def test_a_conversation_of_too_many_items_loses_the_oldest(triton: FakeTri
     with run_gateway(triton.url, realtime=RealtimeLimits(max_items=3)) as gateway:
         async with talk(gateway.base, audio=MANUAL["audio"]) as session:
             said = [(await session.say(f"Number {number}.")).id for number in range(5)]
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "First."}], "id": "x"}
+            await session.asked(
+                "conversation.item.create", "conversation.item.done", item=item, previous_item_id="root"
+            )
+            await session.until("conversation.item.deleted", item_id="x")
             gone = [event.item_id for event in session.seen if event.type == "conversation.item.deleted"]
-    assert gone == said[:2]
+    assert gone == [*said[:2], "x"]
 
 
 async def test_a_flood_of_wrong_events_is_answered_in_order(gateway: RunningGateway) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two things that uvicorn's WebSocket lacks: a last word of a gateway that stops, an end of clients that take nothing."""
+"""A WebSocket of uvicorn with a last word when the gateway stops, and an end of clients that take nothing."""
 
 from __future__ import annotations
 

@@ -194,10 +194,10 @@ class Session:
 
     def _add(self, item: Item, after: str | None) -> None:
         self._items.put(item, after)
-        self._answers.drop(self._items.over_size())
         before = self._items.before(item)
         self._put(server_event("conversation.item.added", previous_item_id=before, item=item.told()))
         self._put(server_event("conversation.item.done", previous_item_id=before, item=item.told()))
+        self._answers.drop(self._items.over_size())
 
     def _retrieve(self, event: events.ItemRetrieve) -> None:
         item = self._items.find(event.item_id)
