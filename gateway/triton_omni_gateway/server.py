@@ -74,6 +74,8 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
         ws=cast(Any, RealtimeProtocol),
         ws_max_size=command.settings.realtime.max_event_bytes,
+        ws_ping_interval=command.settings.realtime.ping_seconds,
+        ws_ping_timeout=command.settings.realtime.ping_seconds,
         ws_per_message_deflate=False,
         loop="asyncio",
         log_config=log_config(),

@@ -200,6 +200,17 @@ async def test_a_slow_reader_is_waited_for_and_then_given_up(triton: FakeTriton)
     assert len(sent) < 5000
 
 
+async def test_a_client_that_answers_no_ping_is_gone(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(ping_seconds=0.1)) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+        writer.write(f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\n{upgrade}{'A' * 22}==\r\n\r\n".encode())
+        assert await reader.readuntil(b"session.created")
+        await until(lambda: gateway.metric(SESSIONS) == 0)
+        writer.close()
+
+
 async def test_an_event_that_is_too_long_ends_its_session_alone(triton: FakeTriton) -> None:
     with run_gateway(triton.url, realtime=RealtimeLimits(max_event_bytes=10_000)) as gateway:
         async with talk(gateway.base, audio=MANUAL["audio"]) as other:

@@ -16,6 +16,8 @@ class RealtimeLimits:
     """Open at once; the next one is refused with 429."""
     session_seconds: float = 3600.0
     """After which a session is closed, as at OpenAI."""
+    ping_seconds: float = 20.0
+    """Between two pings, and in which a client has to answer one; one that does not is gone."""
     max_event_bytes: int = 16 * MIB
     """Length of one event; a longer one closes the session with code 1009 before more of it is read."""
     max_buffer_seconds: float = 300.0

@@ -30,6 +30,11 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
         super().shutdown()
 
+    def keepalive_timeout(self) -> None:
+        """Give up a client that answers no ping; what was sent to it may never be taken."""
+        super().keepalive_timeout()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """Leave nothing: to close a connection takes until its client has taken what was sent."""
         super().on_task_complete(task)
