@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
 from triton_omni_gateway.errors import GatewayError, bad_request
@@ -100,11 +100,9 @@ class Session:
         Raises:
             GatewayError: it cannot be done; the session is as before.
         """
-        if isinstance(event, events.BufferAppend):
-            await self._append(event)
-            return
-        handlers: Mapping[type[ClientEvent], Callable[[Any], None]] = {
+        handlers: Mapping[type[ClientEvent], Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             events.SessionUpdate: self._update,
+            events.BufferAppend: self._append,
             events.BufferCommit: self._commit,
             events.BufferClear: self._clear,
             events.ItemCreate: self._create_item,
@@ -114,7 +112,9 @@ class Session:
             events.ResponseCreate: self._create_response,
             events.ResponseCancel: self._cancel_response,
         }
-        handlers[type(event)](event)
+        working = handlers[type(event)](event)
+        if working is not None:
+            await working
 
     def _update(self, event: events.SessionUpdate) -> None:
         given = merged(self._given, given_of(event.session))
@@ -185,8 +185,8 @@ class Session:
         self._hearing.clear()
         self._put(server_event("input_audio_buffer.cleared"))
 
-    def _create_item(self, event: events.ItemCreate) -> None:
-        item = made_item(event.item, Ear(self._config.audio.input.format))
+    async def _create_item(self, event: events.ItemCreate) -> None:
+        item = await self._made(event.item)
         if item.size > self._limits.max_conversation_bytes:
             said = f"The item has {item.size} bytes, and a conversation may have {self._limits.max_conversation_bytes}."
             raise bad_request(said, param="item.content", code="item_too_large")
@@ -221,15 +221,19 @@ class Session:
             raise bad_request(said, param="item_id", code="item_in_use")
         self._answers.drop([item])
 
-    def _create_response(self, event: events.ResponseCreate) -> None:
-        self._stop_idle()
-        self._respond(event.response)
+    async def _made(self, given: events.GivenItem) -> Item:
+        """An item as it was given; sound and pictures of megabytes take long enough to hold others up."""
+        return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format))
 
-    def _respond(self, asked: events.ResponseParameters) -> None:
+    async def _create_response(self, event: events.ResponseCreate) -> None:
+        given = (
+            None if event.response.input is None else [await self._given_item(item) for item in event.response.input]
+        )
+        self._stop_idle()
+        self._respond(event.response, given)
+
+    def _respond(self, asked: events.ResponseParameters, given: list[Item] | None = None) -> None:
         config, output = self._config, self._config.audio.output
-        given = None
-        if asked.input is not None:
-            given = [self._given_item(item) for item in asked.input]
         own_length = "max_output_tokens" in asked.model_fields_set
         wanted = Asked(
             instructions=config.instructions if asked.instructions is None else asked.instructions,
@@ -243,11 +247,11 @@ class Session:
         )
         self._answers.create(Response(wanted, self._items, self._conversation_id, self._put))
 
-    def _given_item(self, given: events.GivenItem) -> Item:
+    async def _given_item(self, given: events.GivenItem) -> Item:
         """An item of a response's own input, or one of the conversation that it names."""
         if given.type == "item_reference":
             return self._items.find(given.id or "", "response.input")
-        return made_item(given, Ear(self._config.audio.input.format))
+        return await self._made(given)
 
     def _cancel_response(self, event: events.ResponseCancel) -> None:
         if not self._answers.cancel(event.response_id, "client_cancelled"):
