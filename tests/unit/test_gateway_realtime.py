@@ -129,6 +129,27 @@ async def test_a_telephone_s_sound_goes_both_ways(triton: FakeTriton, gateway: R
     assert len(sound) == pytest.approx(320, abs=2)
 
 
+async def test_speech_may_be_faster_and_is_cut_where_it_was_heard(triton: FakeTriton, gateway: RunningGateway) -> None:
+    def story(_request: Any, _context: Any) -> Iterator[Any]:
+        yield chunk(text="word " * 9 + "word")
+        for _ in range(10):
+            yield chunk(audio=np.zeros(24_000, np.float32))
+        yield chunk(info={**WHOLE, "usage": {**WHOLE["usage"], "samples": 240_000}})  # type: ignore[dict-item]
+        yield final()
+
+    triton.script = story
+    async with talk(gateway.base, audio={**MANUAL_AUDIO, "output": {"speed": 1.25}}) as session:
+        await session.say("Tell me a story.")
+        item = (await session.asked("response.create", "response.done")).response.output[0]
+        assert len(session.heard()) == pytest.approx(8 * 48_000, rel=0.01)
+        cut = {"item_id": item.id, "content_index": 0, "audio_end_ms": 4000}
+        await session.asked("conversation.item.truncate", "conversation.item.truncated", **cut)
+        told = await session.asked("conversation.item.retrieve", "conversation.item.retrieved", item_id=item.id)
+        assert told.item.content[0].transcript == " ".join(["word"] * 5)
+        slow = {"type": "realtime", "audio": {"output": {"speed": 0.1}}}
+        assert (await session.refused("session.update", session=slow)).param == "session.audio.output.speed"
+
+
 async def test_a_running_response_is_cancelled_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = triton.endless
     async with talk(gateway.base, audio=MANUAL_AUDIO) as session:

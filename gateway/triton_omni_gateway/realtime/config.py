@@ -110,7 +110,7 @@ class AudioOutput(Strict):
 
     format: _Format = PcmFormat(type="audio/pcm")
     voice: StrictStr | None = None
-    speed: Literal[1] | None = None
+    speed: Annotated[float, Field(strict=True, ge=0.25, le=1.5)] = 1.0
 
 
 class Audio(Strict):

@@ -15,6 +15,7 @@ from av.audio.codeccontext import AudioCodecContext
 
 from triton_omni_client.audio import SAMPLE_RATE, Waveform, pcm16_from_waveform, wav_header
 from triton_omni_client.listening import HEARD_RATE
+from triton_omni_gateway.sound import Tempo
 
 from .config import PcmFormat, SoundFormat
 
@@ -66,23 +67,40 @@ class Ear:
 
 
 class Mouth:
-    """Waveforms of one reply, float32 [S] at 24 kHz, to bytes of whole samples."""
+    """Waveforms of one reply, float32 [S] at 24 kHz, to bytes of whole samples.
 
-    def __init__(self, sound_format: SoundFormat) -> None:
+    Args:
+        sound_format: of the bytes.
+        speed: of the speech.
+    """
+
+    def __init__(self, sound_format: SoundFormat, speed: float = 1.0) -> None:
+        self._tempo = None if speed == 1 else Tempo(speed)
+        self._samples = 0
         self._rate = sound_format.rate
         self._encoder = None if isinstance(sound_format, PcmFormat) else _codec(sound_format.type, "w")
         self._resampler = None if self._rate == SAMPLE_RATE else av.AudioResampler("s16", "mono", self._rate)
 
+    @property
+    def seconds(self) -> float:
+        """How much speech was said."""
+        return self._samples / SAMPLE_RATE
+
     def say(self, samples: Waveform) -> bytes:
-        """Return the next bytes."""
+        """Return the next bytes; a speed and a resampler keep a moment back."""
+        return self._said(samples if self._tempo is None else self._tempo.feed(samples))
+
+    def end(self) -> bytes:
+        """Return what was kept back."""
+        last = b"" if self._tempo is None else self._said(self._tempo.end())
+        return last if self._resampler is None else last + self._encoded(self._resampler.resample(None))
+
+    def _said(self, samples: Waveform) -> bytes:
+        self._samples += len(samples)
         pcm = pcm16_from_waveform(samples)
         if self._resampler is None or not pcm:
             return pcm
         return self._encoded(self._resampler.resample(_frame(pcm, SAMPLE_RATE)))
-
-    def end(self) -> bytes:
-        """Return what a resampler kept back."""
-        return b"" if self._resampler is None else self._encoded(self._resampler.resample(None))
 
     def _encoded(self, frames: Iterable[av.AudioFrame]) -> bytes:
         if self._encoder is None:

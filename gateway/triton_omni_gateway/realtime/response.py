@@ -32,6 +32,7 @@ class Asked:
     max_output_tokens: int | Literal["inf"]
     voice: str | None
     sound_format: SoundFormat
+    speed: float = 1.0
     metadata: dict[str, str] | None = None
     given: list[Item] | None = None
     """Items in place of the conversation's; None = those of the conversation."""
@@ -55,13 +56,11 @@ class Response:
     response_id: str = field(default_factory=lambda: new_id("resp"))
     status: Ending | Literal["in_progress"] = "in_progress"
     item: Item | None = None
-    samples: int = 0
-    """Samples of speech, at 24 kHz, that were sent."""
     _details: Json | None = None
     _info: Info | None = None
 
     def __post_init__(self) -> None:
-        self._mouth = Mouth(self.asked.sound_format)
+        self._mouth = Mouth(self.asked.sound_format, self.asked.speed)
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +75,7 @@ class Response:
     @property
     def seconds(self) -> float:
         """Length of the speech that was sent."""
-        return self.samples / SAMPLE_RATE
+        return self._mouth.seconds
 
     def begin(self) -> None:
         """Tell that it is made."""
@@ -93,9 +92,6 @@ class Response:
                 content.text += delta.text
                 self._put_part(f"{_TRANSCRIPT if self.is_spoken else _TEXT}.delta", delta=delta.text)
             case AudioDelta() if self.is_spoken and len(delta.samples):
-                content = self._content()
-                self.samples += len(delta.samples)
-                content.seconds = self.seconds
                 self._put_sound(self._mouth.say(delta.samples))
             case Info():
                 self._info = delta
@@ -121,7 +117,7 @@ class Response:
 
     def _whole_seconds(self) -> float | None:
         samples = None if self._info is None else self._info.samples
-        return None if samples is None else samples / SAMPLE_RATE
+        return None if samples is None else samples / SAMPLE_RATE / self.asked.speed
 
     def _finish(self, ending: Ending, details: Json) -> None:
         if self.is_over:
@@ -171,6 +167,7 @@ class Response:
             self.put(server_event(kind, previous_item_id=before, item=shown or self.item.told()))
 
     def _put_sound(self, data: bytes) -> None:
+        self._content().seconds = self.seconds
         if data:
             self._put_part(f"{_AUDIO}.delta", delta=base64.b64encode(data).decode())
 

@@ -241,6 +241,7 @@ class Session:
             max_output_tokens=asked.max_output_tokens if own_length else config.max_output_tokens,
             voice=asked.audio.output.voice or output.voice,
             sound_format=asked.audio.output.format or output.format,
+            speed=output.speed,
             metadata=asked.metadata,
             given=given,
             in_conversation=asked.conversation == "auto",
