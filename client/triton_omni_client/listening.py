@@ -12,19 +12,19 @@ import asyncio
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .aio import AsyncOmniClient, AsyncStream
 from .audio import pcm16_from_waveform, wav_header
 from .client import OmniClient, Stream
 from .closing import Closing
+from .deltas import AsyncDeltaIterator
 from .errors import BadRequest, ConnectionFailed, OmniClientError, Overloaded, Timeout
 from .http import HttpClient
 from .messages import Media, Request
-from .retry import NO_RETRY
+from .retry import NO_RETRY, Retry
 
 HEARD_RATE: Final = 16_000
 """Samples a second of an utterance; the server resamples none of it."""
@@ -40,6 +40,13 @@ Samples = NDArray[np.float32] | NDArray[np.int16]
 TurnT = TypeVar("TurnT")
 
 
+class AsyncSource(Protocol):
+    """Who takes hints: `AsyncOmniClient`, or what stands in front of several servers."""
+
+    def stream(self, request: Request, *, retry: Retry | None = None) -> AsyncDeltaIterator:
+        """Send a request; its deltas come by iterating over the result."""
+
+
 class _Utterance(Closing, Generic[TurnT]):
     """Base of both kinds of listening, blocking and asynchronous: the sound so far, and the next hint."""
 
@@ -52,7 +59,7 @@ class _Utterance(Closing, Generic[TurnT]):
         self._hinted = 0
         self._is_hinting = False
         self._has_ended = False
-        self._stream: Stream | AsyncStream | None = None
+        self._stream: Stream | AsyncDeltaIterator | None = None
         self._lock = threading.Lock()
 
     def write(self, samples: Samples) -> None:
@@ -122,7 +129,7 @@ class _Utterance(Closing, Generic[TurnT]):
                 self.refusal = error
             return self._next()
 
-    def _note(self, stream: Stream | AsyncStream) -> None:
+    def _note(self, stream: Stream | AsyncDeltaIterator) -> None:
         """Keep the stream of the hint that is under way, which `close` may have come before."""
         with self._lock:
             self._stream = stream
@@ -158,7 +165,7 @@ class Listening(_Utterance[TurnT]):
 class AsyncListening(_Utterance[TurnT]):
     """An utterance of `Conversation.listen_async`; a task sends its hints. For the client's event loop alone."""
 
-    def __init__(self, client: AsyncOmniClient, hint: Callable[[Media], Request], ask: Callable[..., TurnT]) -> None:
+    def __init__(self, client: AsyncSource, hint: Callable[[Media], Request], ask: Callable[..., TurnT]) -> None:
         super().__init__(hint, ask)
         self._client = client
         self._task: asyncio.Task[None] | None = None

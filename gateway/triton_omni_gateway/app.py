@@ -26,6 +26,9 @@ from .gate import Gate, error_response
 from .keys import ApiKeys
 from .metrics import Metrics
 from .pool import ServerPool
+from .realtime.door import PATH
+from .realtime.endpoint import add_realtime
+from .realtime.secrets import ClientSecrets
 from .request_log import note_error
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
@@ -82,9 +85,13 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_voice_route(app, settings)
     _add_operator_routes(app, metrics)
     add_page(app)
+    secrets = ClientSecrets(settings.realtime.max_secrets)
+    add_realtime(app, settings, secrets, metrics)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
-    app.add_middleware(Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths)
+    app.add_middleware(
+        Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths, secrets=secrets
+    )
     if settings.origins:
         # Around the gate: a browser asks without a key whether it may ask.
         app.add_middleware(
@@ -187,7 +194,7 @@ def _add_operator_routes(app: FastAPI, metrics: Metrics) -> None:
 def _served(app: FastAPI) -> list[str]:
     """Methods and paths for programs."""
     routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
-    return [f"{method} {route.path}" for route in routes for method in sorted(route.methods)]
+    return [*(f"{method} {route.path}" for route in routes for method in sorted(route.methods)), f"WebSocket {PATH}"]
 
 
 def _add_errors(app: FastAPI) -> None:

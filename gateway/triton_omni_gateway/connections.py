@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import resource
-from typing import Any
+from typing import Any, TypeGuard
 
 import h11
 from uvicorn.config import Config
@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from .errors import bad_request
+from .realtime.protocol import RealtimeProtocol
 from .settings import GatewaySettings, SettingsError
 
 MAX_HEAD_BYTES = 32 << 10
@@ -122,7 +123,7 @@ class BoundedProtocol(H11Protocol):
         """Begin to wait for a request, in place of another connection where there are too many."""
         super().connection_made(transport)
         self._watch()
-        opened = [one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_aborted]
+        opened = [one for one in self.connections if isinstance(one, RealtimeProtocol) or _is_open(one)]
         of_peer = [one for one in opened if one.peer == self.peer]
         if len(of_peer) > self._limits.max_peer_connections:
             self._make_room(of_peer, "a peer has as many as --max-peer-connections allows")
@@ -171,9 +172,15 @@ class BoundedProtocol(H11Protocol):
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
-    def _make_room(self, opened: list[BoundedProtocol], cause: str) -> None:
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Watch it no more: a WebSocket has bounds of its own."""
+        self._watch_no_more()
+        super().handle_websocket_upgrade(event)
+
+    def _make_room(self, opened: list[BoundedProtocol | RealtimeProtocol], cause: str) -> None:
         """Close the connection that has waited longest, or this one where all others are at work."""
-        longest = min((one for one in opened if one.is_idle), key=lambda one: one.wait_ends, default=self)
+        idle = (one for one in opened if isinstance(one, BoundedProtocol) and one.is_idle)
+        longest = min(idle, key=lambda one: one.wait_ends, default=self)
         logger.warning("a connection was closed, since %s", cause)
         longest.abort()
 
@@ -208,6 +215,10 @@ class BoundedProtocol(H11Protocol):
             self.abort()
         else:
             self._look_later()
+
+
+def _is_open(connection: object) -> TypeGuard[BoundedProtocol]:
+    return isinstance(connection, BoundedProtocol) and not connection.is_aborted
 
 
 def allow_open_files(connections: int) -> None:

@@ -11,6 +11,7 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from .browser_page import is_of_the_page
 from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
@@ -18,12 +19,16 @@ from .forms import FORM, TAKES_FORM
 from .keys import ApiKeys
 from .metrics import Metrics
 from .origins import JSON, refuse_web_page
+from .realtime.door import refuse_socket
+from .realtime.secrets import ClientSecrets
 from .request_log import log_request, note_error
 from .settings import GatewaySettings
 
 GUARDED = "/v1/"
 """Paths that need a key where keys are set."""
 _LINGER_S = 2.0
+_SWITCHED = 101
+"""Status of a WebSocket in the log."""
 logger = logging.getLogger("uvicorn.error")
 
 
@@ -41,20 +46,32 @@ class Gate:
         keys: who may call.
         metrics: where answers are counted.
         endpoints: paths that are counted by their names; all others together are `other`.
+        secrets: who may open realtime sessions, besides.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: GatewaySettings, keys: ApiKeys, metrics: Metrics, endpoints: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        settings: GatewaySettings,
+        keys: ApiKeys,
+        metrics: Metrics,
+        endpoints: frozenset[str],
+        secrets: ClientSecrets,
     ) -> None:
         self._app = app
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
         self._endpoints = endpoints
+        self._client_secrets = secrets
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or refuse it."""
+        if scope["type"] == "websocket":
+            await self._open_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -74,10 +91,33 @@ class Gate:
             logger.exception("%s failed", request_id)
             await self._apologise(scope, exchange, broken(request_id))
         finally:
-            endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
             status, seconds = state["status"] or exchange.status, time.monotonic() - begin
-            self._metrics.answered(endpoint, status, seconds)
+            self._metrics.answered(self._endpoint(scope), status, seconds)
             log_request({**scope, "method": method}, status, seconds, self._keys.name_of(state["caller"]))
+
+    def _endpoint(self, scope: Scope) -> str:
+        return scope["path"] if scope["path"] in self._endpoints else "other"
+
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a WebSocket in, or refuse it before it is one."""
+        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "caller": "", "session": {}}
+        refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
+        status = _SWITCHED if refusal is None else refusal.status
+        try:
+            if refusal is None:
+                await self._app(scope, receive, send)
+            else:
+                note_error(scope, refusal)
+                self._metrics.answered(self._endpoint(scope), status, 0.0)
+                await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
+        except Exception:
+            logger.exception("%s failed", request_id)
+            raise
+        finally:
+            name = self._keys.name_of(state["caller"])
+            log_request({**scope, "method": "WebSocket"}, status, time.monotonic() - begin, name)
 
     async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
         note_error(scope, error)

@@ -27,6 +27,7 @@ class Metrics:
         self.servers_ready = Gauge(
             "omni_gateway_servers_ready", "Triton servers that take requests.", registry=self._registry
         )
+        self.sessions = Gauge("omni_gateway_realtime_sessions", "Open realtime sessions.", registry=self._registry)
         self.moved = Counter(
             "omni_gateway_moved_requests",
             "Requests that another server was asked for, since the one before did not take them.",

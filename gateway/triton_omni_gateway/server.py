@@ -26,6 +26,8 @@ from .connections import BoundedProtocol, allow_open_files
 from .keys import VARIABLE, ApiKeys, read_keys
 from .logs import FORMATS, log_config
 from .pool import ServerPool
+from .realtime.limits import RealtimeLimits
+from .realtime.protocol import RealtimeProtocol
 from .settings import MIB, PRIORITIES, TEXT_MARK, GatewaySettings, SettingsError
 
 DEFAULT_PORT = 8080
@@ -71,7 +73,11 @@ def make_server(command: Command, listening: socket.socket) -> GatewayServer:
         create_app(command.settings, command.keys),
         # uvicorn makes one for each connection. h11 is the one of its two parsers that bounds all that it keeps.
         http=cast(Any, functools.partial(BoundedProtocol, command.settings)),
-        ws="none",
+        ws=cast(Any, RealtimeProtocol),
+        ws_max_size=command.settings.realtime.max_event_bytes,
+        ws_ping_interval=command.settings.realtime.ping_seconds,
+        ws_ping_timeout=command.settings.realtime.ping_seconds,
+        ws_per_message_deflate=False,
         loop="asyncio",
         log_config=log_config(command.log_format, command.log_level),
         access_log=False,
@@ -132,6 +138,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         translation_prompt=given.translation_prompt,
         max_recording_seconds=given.max_recording_seconds,
         window_seconds=given.window_seconds,
+        realtime=RealtimeLimits(max_sessions=given.max_sessions),
     )
     keys = read_keys(os.environ, given.api_keys)
     return Command(
@@ -209,6 +216,9 @@ def _add_limits(parser: _Parser, default: GatewaySettings) -> None:
     )
     heard = f"seconds of a recording that the model hears at once, at most (default {default.window_seconds:g})"
     parser.add_argument("--window-seconds", type=_whole(1), default=default.window_seconds, metavar="N", help=heard)
+    talks = default.realtime.max_sessions
+    held = f"realtime sessions open at once; the next one gets 429 (default {talks})"
+    parser.add_argument("--max-sessions", type=_whole(1), default=talks, metavar="N", help=held)
     opened = f"connections open at once; the longest idle one makes room (default {default.max_connections})"
     parser.add_argument("--max-connections", type=_whole(1), default=default.max_connections, metavar="N", help=opened)
     parser.add_argument(

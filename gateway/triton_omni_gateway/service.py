@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
@@ -24,6 +24,8 @@ from triton_omni_client import (
     Info,
     OmniClientError,
     Request,
+    Retry,
+    ServedModel,
     TextDelta,
     ToolCallDelta,
 )
@@ -31,7 +33,7 @@ from triton_omni_client.messages import MODEL
 
 from .connection import FlowingResponse, read_body, until_gone
 from .connections import TRAILERS
-from .errors import OF_THE_SERVER, CutOff, GatewayError, from_client
+from .errors import OF_THE_SERVER, CutOff, GatewayError, Naming, from_client
 from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
@@ -82,6 +84,7 @@ class Gateway:
         self._metrics = metrics
         self._own_voices: list[str] | None = None
         """Voices of the checkpoint once a server told them: asking again takes 3 ms of each request."""
+        self._request_limits: Mapping[str, Any] | None = None
 
     async def ready(self) -> bool:
         """True if a Triton server takes requests."""
@@ -89,10 +92,33 @@ class Gateway:
 
     async def meaning(self, http: HttpRequest, error: OmniClientError) -> GatewayError:
         """Return the meaning of a server error for the caller now; Triton's own words go to the log."""
+        return await self.explain(error, http.state.naming, http.state.request_id)
+
+    async def explain(self, error: OmniClientError, naming: Naming, request_id: str) -> GatewayError:
+        """The same of a request that is no HTTP request of its own."""
         if error.by_triton:
-            logger.error("%s failed in Triton: %s", http.state.request_id, error.message)
+            logger.error("%s failed in Triton: %s", request_id, error.message)
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
-        return from_client(error, http.state.naming, http.state.request_id, is_ready=is_ready)
+        return from_client(error, naming, request_id, is_ready=is_ready)
+
+    def stream(self, request: Request, *, retry: Retry | None = None) -> PooledStream:
+        """Send a request as it is; the pool retries none."""
+        return self._pool.stream(request)
+
+    async def ask(self, request: Request) -> PooledStream:
+        """Send a request in a voice of the checkpoint."""
+        return self._pool.stream(await self._in_voice(request))
+
+    async def request_limits(self) -> Mapping[str, Any]:
+        """The server's limits of a request; none where it does not tell them."""
+        if self._request_limits is None:
+            model = await self._model()
+            self._request_limits = None if model is None else model.limits
+        return self._request_limits or {}
+
+    def replied(self, stream: PooledStream) -> None:
+        """Count a reply that has ended."""
+        self._metrics.replied(stream.timings())
 
     async def failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
         """The event of an error inside a stream; its status is what is counted."""
@@ -104,12 +130,16 @@ class Gateway:
 
     async def voices(self) -> list[str] | None:
         """Return the allowed values of `voice`, the default first; None where the server does not tell."""
+        model = await self._model()
+        return None if model is None or model.voices is None else list(model.voices)
+
+    async def _model(self) -> ServedModel | None:
+        """The server's account of its model; None where it gives none."""
         try:
             models = await self._pool.models()
         except OmniClientError:
             return None
-        told = next((model.voices for model in models if model.name == MODEL), None)
-        return None if told is None else list(told)
+        return next((model for model in models if model.name == MODEL), None)
 
     async def _in_voice(self, request: Request) -> Request:
         """The request in a voice of the checkpoint; the server refuses a name that neither it nor the settings know."""

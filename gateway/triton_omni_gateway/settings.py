@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from triton_omni_client.address import grpc_address
 from triton_omni_client.errors import BadRequest
 
+from .realtime.limits import RealtimeLimits
+
 MIB = 1 << 20
 PRIORITIES = range(-100, 101)
 """Allowed values of `priority`; the lowest is the most urgent."""
@@ -71,6 +73,8 @@ class GatewaySettings:
     """How long they are remembered: `expires_at`."""
     speech_prompt: str = SPEECH_PROMPT
     """Prompt that makes the model read a text aloud; `{input}` is the text's place."""
+    realtime: RealtimeLimits = field(default_factory=RealtimeLimits)
+    """Bounds of realtime sessions."""
 
     transcription_prompt: str = TRANSCRIPTION_PROMPT
     """Prompt that makes the model write down what it hears."""

@@ -115,7 +115,7 @@ class _Raw:
         return header
 
 
-class _Tempo:
+class Tempo:
     """Speech at another speed and the same pitch, by FFmpeg's `atempo`: WSOLA (Verhelst and Roelands, 1993)."""
 
     def __init__(self, speed: float) -> None:
@@ -180,7 +180,7 @@ class SoundEncoder:
         coding = _CODINGS.get(sound_format)
         header = wav_header(None) if sound_format == "wav" else b""
         self._coder = _Raw(header) if coding is None else _Compressed(coding)
-        self._tempo = None if speed == 1 else _Tempo(speed)
+        self._tempo = None if speed == 1 else Tempo(speed)
         self._rest = b""
 
     def feed(self, samples: Waveform) -> bytes:

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts whose figures stand in documents: GPU memory by the settings, and CPU seconds to decode a video."""
+"""Scripts whose figures stand in documents: GPU memory by the settings, CPU seconds to decode a video, sessions."""
 
 from __future__ import annotations
 
 import runpy
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import av
+import numpy as np
 import pytest
+import soundfile
 
+from client_fakes import FakeTriton, chunk, final, serve_grpc
+from gateway_fakes import run_gateway
+from realtime_client import WHOLE, speech
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +58,29 @@ def test_every_frame_of_a_measured_clip_is_decoded(codec: object) -> None:
     count = 6  # x265 leaves packets without times where a clip is shorter than its reordering of two frames
     cost = DECODING["decode"](DECODING["encode"](codec, "moving", count))
     assert cost.pixels == count * DECODING["WIDTH"] * DECODING["HEIGHT"]
+
+
+def test_times_of_realtime_sessions_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measuring = runpy.run_path(str(ROOT / "scripts" / "realtime_times.py"))
+    question = tmp_path / "question.wav"
+    soundfile.write(question, speech(0.8), 24_000)
+
+    def long(_request: Any, context: Any) -> Iterator[Any]:
+        for _ in range(50):
+            yield chunk(text="word ", audio=np.zeros(2400, np.float32))
+            if not context.is_active():
+                return
+            time.sleep(0.01)
+        yield chunk(info=WHOLE)
+        yield final()
+
+    with serve_grpc(FakeTriton(long)) as triton, run_gateway(triton.url) as gateway:
+        measuring["main"]([gateway.base, str(question), "--turns", "1", "--sessions", "2"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [(row[0], row[1]) for row in rows[1:]] == [
+        ("| manual: end of speech, first audio", "2"),
+        ("| server_vad: end of speech, speech_stopped", "2"),
+        ("| server_vad: speech_stopped, first audio", "2"),
+        ("| barge-in: speech, response.done", "2"),
+    ]
+    assert all(float(row[2]) > 0 for row in rows[1:])

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths under `/v1/realtime`: sessions over WebSockets, and client secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from triton_omni_gateway.connection import read_body
+from triton_omni_gateway.errors import RATE, GatewayError, overloaded
+from triton_omni_gateway.gate import error_response
+from triton_omni_gateway.metrics import Metrics
+from triton_omni_gateway.schemas import parse
+from triton_omni_gateway.settings import GatewaySettings
+from triton_omni_gateway.translate import check_model
+
+from .config import given_of
+from .door import PATH, SUBPROTOCOL
+from .events import WrongEvent, error_event, new_id, read_event, written
+from .limits import RealtimeLimits
+from .outbox import Outbox
+from .secrets import ClientSecrets, SecretRequest
+from .session import Session, checked_config
+from .smart_turn import SmartTurn
+
+_PARSED_AT_ONCE = 1 << 18
+"""Characters of an event that is parsed in a millisecond or so."""
+_EXPIRED = 1001
+_UPGRADE = {"Upgrade": "websocket", "Connection": "Upgrade"}
+
+
+class Realtime:
+    """The sessions of a gateway.
+
+    Args:
+        settings: of the gateway.
+        secrets: whose sessions begin configured.
+        metrics: where sessions are counted.
+    """
+
+    def __init__(self, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
+        self._settings = settings
+        self._secrets = secrets
+        self._metrics = metrics
+        self._smart_turn = SmartTurn()
+        self._open = 0
+
+    @property
+    def _limits(self) -> RealtimeLimits:
+        return self._settings.realtime
+
+    async def serve(self, socket: WebSocket) -> None:
+        """A session, from its beginning to its end; one that cannot be is refused in OpenAI's form."""
+        try:
+            model = socket.query_params.get("model") or self._settings.models[0]
+            check_model(model, self._settings.models)
+            if self._open >= self._limits.max_sessions:
+                said = f"this gateway has {self._limits.max_sessions} realtime sessions, its limit, already"
+                raise overloaded(f"{said}; try again later.")
+        except GatewayError as error:
+            await socket.send_denial_response(error_response(error))
+            return
+        self._count(1)
+        try:
+            await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope["subprotocols"] else None)
+            await self._hold(socket, model)
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._open += change
+        self._metrics.sessions.set(self._open)
+
+    async def _hold(self, socket: WebSocket, model: str) -> None:
+        outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits)
+        session = Session(
+            socket.app.state.gateway,
+            self._limits,
+            outbox,
+            smart_turn=self._smart_turn,
+            models=self._settings.models,
+            given=socket.scope["state"]["session"],
+            model=model,
+        )
+        sending = asyncio.create_task(outbox.run())
+        reading = asyncio.create_task(_read(socket, session, outbox))
+        try:
+            await asyncio.wait(
+                (sending, reading), timeout=self._limits.session_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            session.close()
+            is_expired = not (sending.done() or reading.done())
+            sending.cancel()
+            reading.cancel()
+            _, fault, _ = await asyncio.gather(sending, reading, session.closed(), return_exceptions=True)
+        if is_expired:
+            await self._expire(socket)
+        elif isinstance(fault, Exception):
+            raise fault
+
+    async def _expire(self, socket: WebSocket) -> None:
+        minutes = self._limits.session_seconds / 60
+        said = f"The session has lasted {minutes:g} minutes, its limit: open another one."
+        error = GatewayError(429, said, RATE, "session_expired")
+        with contextlib.suppress(TimeoutError, WebSocketDisconnect):
+            async with asyncio.timeout(self._settings.send_timeout_s):
+                await socket.send_text(written(error_event(error)))
+                await socket.close(_EXPIRED, "session_expired")
+
+    async def make_secret(self, request: Request) -> Response:
+        """`POST /v1/realtime/client_secrets`."""
+        body = await read_body(request, self._limits.max_event_bytes, self._settings.body_timeout_s)
+        asked = parse(SecretRequest, body or b"{}")
+        config = checked_config(given_of(asked.session), self._settings.models)
+        value, made = self._secrets.make(request.state.caller, given_of(asked.session), asked.expires_after.seconds)
+        session = {"object": "realtime.session", "id": new_id("sess"), **config.told()}
+        return JSONResponse({"value": value, "expires_at": int(made.expires_at), "session": session})
+
+
+async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
+    """Take the client's events until it leaves."""
+    await session.begin()
+    while True:
+        await outbox.room()
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            return
+        await _take(session, outbox, message.get("text") or message.get("bytes") or b"")
+        await asyncio.sleep(0)  # many that are there already must not hold others up
+
+
+async def _take(session: Session, outbox: Outbox, text: str | bytes) -> None:
+    event_id = None
+    try:
+        event = await asyncio.to_thread(read_event, text) if len(text) > _PARSED_AT_ONCE else read_event(text)
+        event_id = event.event_id
+        await session.take(event)
+    except WrongEvent as error:
+        outbox.put(error_event(error, error.event_id))
+    except GatewayError as error:
+        outbox.put(error_event(error, event_id))
+
+
+def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
+    """Serve the Realtime API."""
+    realtime = Realtime(settings, secrets, metrics)
+
+    @app.websocket(PATH)
+    async def session(socket: WebSocket) -> None:
+        await realtime.serve(socket)
+
+    @app.websocket("/{path:path}")
+    async def other(socket: WebSocket) -> None:
+        said = f"Invalid URL (WebSocket {ascii(socket.url.path[:80])[1:-1]}): WebSockets are served at {PATH}."
+        await socket.send_denial_response(error_response(GatewayError(404, said)))
+
+    @app.get(PATH, include_in_schema=False)
+    async def no_session() -> Any:
+        """Realtime sessions, which are WebSockets: any other request is answered with 426."""
+        said = f"{PATH} is a WebSocket: connect to ws://HOST:PORT{PATH}?model={settings.models[0]} with an upgrade."
+        raise GatewayError(426, said, code="upgrade_required", headers=_UPGRADE)
+
+    @app.post(f"{PATH}/client_secrets")
+    async def client_secrets(request: Request) -> Response:
+        """A secret by which a client of the caller's opens sessions for a while."""
+        return await realtime.make_secret(request)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A WebSocket of uvicorn with a last word when the gateway stops, and an end of clients that take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from triton_omni_gateway.errors import stopping
+
+from .events import error_event, written
+
+_LINGER_S = 2.0
+"""For what was sent to arrive, after the application has ended."""
+
+
+class RealtimeProtocol(WebSocketsSansIOProtocol):
+    """One connection."""
+
+    @property
+    def peer(self) -> str:
+        """The address that it comes from."""
+        return self.client[0] if self.client else ""
+
+    def shutdown(self) -> None:
+        """Tell why it ends, and close with code 1012."""
+        if self.handshake_complete and not self.close_sent:
+            self.conn.send_text(written(error_event(stopping())).encode())
+            self.transport.write(b"".join(self.conn.data_to_send()))
+        super().shutdown()
+
+    def keepalive_timeout(self) -> None:
+        """Give up a client that answers no ping; what was sent to it may never be taken."""
+        super().keepalive_timeout()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Leave nothing: to close a connection takes until its client has taken what was sent."""
+        super().on_task_complete(task)
+        self.loop.call_later(_LINGER_S, self.transport.abort)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One session: each event of its client changes it and is answered; sound in it begins and ends turns.
+
+Between two events of a client and two deltas of a server nothing waits, so what is told is always what is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, cast
+
+from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.translate import check_model
+
+from . import events
+from .answers import Answers
+from .config import Json, SessionConfig, given_of, merged
+from .detection import check_detection, default_detection
+from .events import ClientEvent, new_id, server_event
+from .formats import Ear
+from .hearing import Hearing
+from .idle import IdleTimer
+from .items import Content, Item, Items, decoded_base64, made_item
+from .limits import RealtimeLimits
+from .outbox import Outbox
+from .response import Asked, Response
+from .servers import Servers
+from .smart_turn import SmartTurn
+from .transcription import Transcriber
+from .turns import Change, Paused, Started, Stopped
+
+
+class Session:
+    """A session.
+
+    Args:
+        servers: who is asked.
+        limits: its bounds.
+        outbox: where its events go.
+        smart_turn: tells whether a sentence is finished.
+        models: names that `model` may have.
+        given: configuration that a client secret holds.
+        model: name of the model that the client asked for.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        limits: RealtimeLimits,
+        outbox: Outbox,
+        *,
+        smart_turn: SmartTurn,
+        models: tuple[str, ...],
+        given: Mapping[str, Any],
+        model: str,
+    ) -> None:
+        self.session_id = new_id("sess")
+        self._conversation_id = new_id("conv")
+        self._expires_at = int(time.time() + limits.session_seconds)
+        self._limits, self._models, self._outbox, self._put = limits, models, outbox, outbox.put
+        self._items = Items(limits)
+        self._answers = Answers(servers, limits, self._items, outbox, self._response_ended)
+        first = {"model": model, "audio": {"input": {"turn_detection": default_detection()}}}
+        self._given = merged(first, given)
+        self._config = self._answers.config = checked_config(self._given, models)
+        self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
+        self._transcriber = Transcriber(servers, outbox)
+        self._smart_turn = smart_turn
+        self._idle = IdleTimer(self._idled)
+        self._turn_id = new_id("item")
+        """Id of the item that the turn under way will be."""
+        self._turn_begin_ms = 0
+
+    async def begin(self) -> None:
+        """Tell the client that it is there."""
+        self._put(server_event("session.created", session=self._told()))
+        await self._answers.learn()
+
+    def close(self) -> None:
+        """End all that it has under way."""
+        self._idle.stop()
+        self._hearing.close()
+        self._answers.close()
+        self._transcriber.close()
+
+    async def closed(self) -> None:
+        """Wait until all has ended."""
+        await self._answers.closed()
+        await self._transcriber.closed()
+
+    def _told(self) -> Json:
+        head = {"object": "realtime.session", "id": self.session_id, "expires_at": self._expires_at}
+        return {**head, **self._config.told()}
+
+    async def take(self, event: ClientEvent) -> None:
+        """Do what an event says.
+
+        Raises:
+            GatewayError: it cannot be done; the session is as before.
+        """
+        handlers: Mapping[type[ClientEvent], Callable[[Any], Coroutine[Any, Any, None] | None]] = {
+            events.SessionUpdate: self._update,
+            events.BufferAppend: self._append,
+            events.BufferCommit: self._commit,
+            events.BufferClear: self._clear,
+            events.ItemCreate: self._create_item,
+            events.ItemRetrieve: self._retrieve,
+            events.ItemTruncate: self._truncate,
+            events.ItemDelete: self._delete,
+            events.ResponseCreate: self._create_response,
+            events.ResponseCancel: self._cancel_response,
+        }
+        working = handlers[type(event)](event)
+        if working is not None:
+            await working
+
+    def _update(self, event: events.SessionUpdate) -> None:
+        given = merged(self._given, given_of(event.session))
+        config = checked_config(given, self._models)
+        self._given, self._config = given, config
+        self._answers.config = config
+        self._hearing.configure(config.audio.input)
+        if self._idle_ms() is None:
+            self._stop_idle()
+        self._put(server_event("session.updated", session=self._told()))
+
+    async def _append(self, event: events.BufferAppend) -> None:
+        data = decoded_base64(event.audio, "audio")
+        for piece in self._hearing.slices(data):
+            for change in self._hearing.hear(piece):
+                await self._turn(change)
+            await asyncio.sleep(0)  # others are served between two seconds of sound
+
+    async def _turn(self, change: Change) -> None:
+        """Somebody begins to speak, pauses, or ends."""
+        match change:
+            case Started():
+                self._turn_begins(change)
+            case Stopped():
+                self._turn_ends(change)
+            case Paused():
+                pcm = self._hearing.between(change.begin_ms, change.end_ms)
+                if await self._smart_turn.is_over(pcm) and (ended := self._hearing.stop()) is not None:
+                    self._turn_ends(ended)
+
+    def _turn_begins(self, change: Started) -> None:
+        self._stop_idle()
+        self._turn_begin_ms = change.begin_ms
+        self._put_turn("speech_started", audio_start_ms=change.begin_ms)
+        if self._hearing.detection is not None and self._hearing.detection.interrupt_response:
+            self._answers.cancel(None, "turn_detected")
+
+    def _turn_ends(self, change: Stopped) -> None:
+        detection = self._hearing.detection
+        self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
+        item = self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
+        if detection is not None and detection.create_response and self._answers.active is None:
+            self._respond_unasked()
+        self._transcribe(item)
+
+    def _put_turn(self, kind: str, **places: int) -> None:
+        self._put(server_event(f"input_audio_buffer.{kind}", item_id=self._turn_id, **places))
+
+    def _commit(self, _event: events.BufferCommit) -> None:
+        sound = self._hearing.commit()
+        self._stop_idle()
+        self._transcribe(self._add_sound(sound))
+
+    def _transcribe(self, item: Item) -> None:
+        if (asked := self._config.audio.input.transcription) is not None:
+            self._transcriber.start(item, asked)
+
+    def _add_sound(self, pcm: bytes) -> Item:
+        """Sound of the user becomes an item."""
+        item = Item("user", [Content("input_audio", data=pcm)], self._turn_id)
+        self._turn_id = new_id("item")
+        before = self._items.last_id
+        self._put(server_event("input_audio_buffer.committed", previous_item_id=before, item_id=item.item_id))
+        self._add(item, None)
+        return item
+
+    def _clear(self, _event: events.BufferClear) -> None:
+        self._hearing.clear()
+        self._put(server_event("input_audio_buffer.cleared"))
+
+    async def _create_item(self, event: events.ItemCreate) -> None:
+        item = await self._made(event.item)
+        if item.size > self._limits.max_conversation_bytes:
+            said = f"The item has {item.size} bytes, and a conversation may have {self._limits.max_conversation_bytes}."
+            raise bad_request(said, param="item.content", code="item_too_large")
+        self._add(item, event.previous_item_id)
+
+    def _add(self, item: Item, after: str | None) -> None:
+        self._items.put(item, after)
+        before = self._items.before(item)
+        self._put(server_event("conversation.item.added", previous_item_id=before, item=item.told()))
+        self._put(server_event("conversation.item.done", previous_item_id=before, item=item.told()))
+        self._answers.drop(self._items.over_size())
+
+    def _retrieve(self, event: events.ItemRetrieve) -> None:
+        item = self._items.find(event.item_id)
+        self._put(server_event("conversation.item.retrieved", item=item.told(with_data=True)))
+
+    def _truncate(self, event: events.ItemTruncate) -> None:
+        item = self._items.find(event.item_id)
+        active = self._answers.active
+        if active is not None and active.item is item:
+            # Its end would otherwise come after its cut.
+            self._answers.cancel(active.response_id, "client_cancelled")
+        item.truncate(event.content_index, event.audio_end_ms)
+        told = {"item_id": item.item_id, "content_index": event.content_index, "audio_end_ms": event.audio_end_ms}
+        self._put(server_event("conversation.item.truncated", **told))
+
+    def _delete(self, event: events.ItemDelete) -> None:
+        item = self._items.find(event.item_id)
+        active = self._answers.active
+        if active is not None and active.item is item:
+            said = f"The item {item.item_id} belongs to a response that is under way: cancel it, then delete the item."
+            raise bad_request(said, param="item_id", code="item_in_use")
+        self._answers.drop([item])
+
+    async def _made(self, given: events.GivenItem) -> Item:
+        """An item as it was given; sound and pictures of megabytes take long enough to hold others up."""
+        return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format))
+
+    async def _create_response(self, event: events.ResponseCreate) -> None:
+        given = (
+            None if event.response.input is None else [await self._given_item(item) for item in event.response.input]
+        )
+        self._stop_idle()
+        self._respond(event.response, given)
+
+    def _respond(self, asked: events.ResponseParameters, given: list[Item] | None = None) -> None:
+        config, output = self._config, self._config.audio.output
+        own_length = "max_output_tokens" in asked.model_fields_set
+        wanted = Asked(
+            instructions=config.instructions if asked.instructions is None else asked.instructions,
+            modality=(asked.modalities or config.output_modalities)[0],
+            max_output_tokens=asked.max_output_tokens if own_length else config.max_output_tokens,
+            voice=asked.audio.output.voice or output.voice,
+            sound_format=asked.audio.output.format or output.format,
+            speed=output.speed,
+            metadata=asked.metadata,
+            given=given,
+            in_conversation=asked.conversation == "auto",
+        )
+        self._answers.create(Response(wanted, self._items, self._conversation_id, self._put))
+
+    async def _given_item(self, given: events.GivenItem) -> Item:
+        """An item of a response's own input, or one of the conversation that it names."""
+        if given.type == "item_reference":
+            return self._items.find(given.id or "", "response.input")
+        return await self._made(given)
+
+    def _cancel_response(self, event: events.ResponseCancel) -> None:
+        if not self._answers.cancel(event.response_id, "client_cancelled"):
+            raise bad_request("There is no such response under way.", code="response_cancel_not_active")
+
+    def _response_ended(self, response: Response) -> None:
+        """Wait for the user, who hears it yet."""
+        idle_ms = self._idle_ms()
+        if idle_ms is not None and not self._hearing.speaks and response.status in ("completed", "incomplete"):
+            self._idle.start(response.seconds, idle_ms / 1000, self._note_silence)
+
+    def _note_silence(self) -> None:
+        self._hearing.kept_from_ms = self._hearing.end_ms
+
+    def _idle_ms(self) -> int | None:
+        return getattr(self._hearing.detection, "idle_timeout_ms", None)
+
+    def _stop_idle(self) -> None:
+        self._idle.stop()
+        self._hearing.kept_from_ms = None
+
+    def _idled(self) -> None:
+        """Nobody spoke for long: go on as if silence were said."""
+        begin_ms, end_ms = cast(int, self._hearing.kept_from_ms), self._hearing.end_ms
+        self._hearing.kept_from_ms = None
+        if self._answers.active is not None:
+            return
+        self._put_turn("timeout_triggered", audio_start_ms=begin_ms, audio_end_ms=end_ms)
+        if end_ms > begin_ms:
+            self._add_sound(self._hearing.utterance(begin_ms, end_ms))
+        self._respond_unasked()
+
+    def _respond_unasked(self) -> None:
+        """Answer the end of a turn, which no event asked for that could be refused."""
+        try:
+            self._respond(events.ResponseParameters())
+        except GatewayError as error:
+            self._put(events.error_event(error))
+
+
+def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig:
+    """A session's configuration.
+
+    Raises:
+        GatewayError: a value that cannot be served.
+    """
+    config = SessionConfig.model_validate(given)
+    if config.model is not None:
+        check_model(config.model, models)
+    check_detection(config.audio.input.turn_detection)
+    return config

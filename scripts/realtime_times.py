@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures realtime sessions of a gateway as their users notice them.
+
+    python scripts/realtime_times.py http://127.0.0.1:8080 question.wav [--sessions N] [--turns N] [--metrics URL]
+
+Each session speaks the question (24 kHz, mono) in its own time, in pieces of 20 ms, and takes the whole reply before
+the next turn. Milliseconds, median and p95 of all turns:
+
+- manual: from the end of the question, which is committed then, to the first audio
+- server_vad: from the end of the question to `speech_stopped` (its silence), and from there to the first audio
+- barge-in: from the first sample of speech in a reply to `response.done`, and to no session in any stage by the metrics
+  of a Triton server that has no other users, which only one session can measure
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import os
+import re
+import time
+import wave
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from triton_omni_client.bench.statistics import percentile
+
+RATE = 24_000
+PIECE_S = 0.02
+PIECE = int(RATE * PIECE_S) * 2
+VAD = {"type": "server_vad", "silence_duration_ms": 500}
+_SESSIONS = re.compile(r"^omni_sessions(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class Times:
+    """Milliseconds by what they are."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        """Keep a time between two moments of `time.monotonic`."""
+        self._found[name].append(1000 * (end - begin))
+
+    def lines(self) -> list[str]:
+        """A Markdown table."""
+        rows = [
+            f"| {name} | {len(times)} | {_ms(times, 50)} | {_ms(times, 95)} |" for name, times in self._found.items()
+        ]
+        return ["| from … to | turns | median, ms | p95, ms |", "|---|---|---|---|", *rows]
+
+
+def _ms(times: list[float], percent: int) -> str:
+    found = percentile(times, percent)
+    return "" if found is None else f"{found:.0f}"
+
+
+class User:
+    """One session and its user."""
+
+    def __init__(self, connection: Any, question: bytes, times: Times, metrics: str) -> None:
+        self._connection, self._question, self._times, self._metrics = connection, question, times, metrics
+        self._seen: dict[str, float] = {}
+        """When each type of event came last."""
+        self._changed = asyncio.Condition()
+
+    async def listen(self) -> None:
+        """Take all events.
+
+        Raises:
+            RuntimeError: the session refused something, or a response failed.
+        """
+        async for event in self._connection:
+            if event.type == "error":
+                raise RuntimeError(event.error.message)
+            if event.type == "response.done" and event.response.status == "failed":
+                raise RuntimeError(event.response.status_details.error.message)
+            async with self._changed:
+                self._seen.setdefault(event.type, time.monotonic())
+                self._changed.notify_all()
+
+    async def until(self, kind: str) -> float:
+        """Return when the next event of this type came, since `forget`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: kind in self._seen)
+        return self._seen[kind]
+
+    async def speak(self, sound: bytes, enough: str = "") -> None:
+        """Send sound in its own time, until an event of the type `enough` comes."""
+        begin = time.monotonic()
+        for number, at in enumerate(range(0, len(sound), PIECE), 1):
+            await self._connection.input_audio_buffer.append(audio=base64.b64encode(sound[at : at + PIECE]).decode())
+            if enough in self._seen:
+                return
+            await asyncio.sleep(begin + number * PIECE_S - time.monotonic())
+
+    async def detect(self, detection: dict[str, Any] | None) -> None:
+        """Choose how turns are found."""
+        session: Any = {"type": "realtime", "audio": {"input": {"turn_detection": detection}}}
+        self._seen.clear()
+        await self._connection.session.update(session=session)
+        await self.until("session.updated")
+
+    async def manual(self) -> None:
+        """A turn that is committed."""
+        self._seen.clear()
+        await self.speak(self._question)
+        end = time.monotonic()
+        await self._connection.input_audio_buffer.commit()
+        await self._connection.response.create()
+        self._times.add("manual: end of speech, first audio", end, await self.until("response.output_audio.delta"))
+        await self.until("response.done")
+
+    async def detected(self) -> None:
+        """A turn that is found."""
+        self._seen.clear()
+        await self.speak(self._question)
+        end = time.monotonic()
+        await self.speak(bytes(4 * RATE), "input_audio_buffer.speech_stopped")
+        stopped = await self.until("input_audio_buffer.speech_stopped")
+        self._times.add("server_vad: end of speech, speech_stopped", end, stopped)
+        self._times.add(
+            "server_vad: speech_stopped, first audio", stopped, await self.until("response.output_audio.delta")
+        )
+        await self.until("response.done")
+
+    async def interrupt(self) -> None:
+        """A reply that is interrupted as soon as it is heard."""
+        self._seen.clear()
+        await self._connection.response.create()
+        await self.until("response.output_audio.delta")
+        begin = time.monotonic()
+        await self.speak(self._question, "response.done")
+        self._times.add("barge-in: speech, response.done", begin, await self.until("response.done"))
+        if self._metrics:
+            self._times.add("barge-in: speech, idle engines", begin, await _idle(self._metrics))
+        await self._connection.input_audio_buffer.clear()
+
+
+async def _idle(url: str) -> float:
+    """Return when no stage has a session."""
+    async with httpx.AsyncClient() as client:
+        while any(map(float, _SESSIONS.findall((await client.get(url)).text))):
+            pass
+    return time.monotonic()
+
+
+async def converse(options: argparse.Namespace, question: bytes, times: Times) -> None:
+    """One session."""
+    async with (
+        openai.AsyncOpenAI(base_url=f"{options.gateway}/v1", api_key=options.key) as client,
+        client.realtime.connect(model=options.model, max_retries=0) as connection,
+    ):
+        user = User(connection, question, times, options.metrics)
+        listening = asyncio.create_task(user.listen())
+        talking = asyncio.create_task(_turns(user, options.turns))
+        await asyncio.wait((listening, talking), return_when=asyncio.FIRST_COMPLETED)
+        talking.cancel()
+        listening.cancel()
+        for ended in await asyncio.gather(listening, talking, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+
+async def _turns(user: User, turns: int) -> None:
+    await user.detect(None)
+    for _ in range(turns):
+        await user.manual()
+    await user.detect(VAD)
+    for _ in range(turns):
+        await user.detected()
+    for _ in range(turns):
+        await user.interrupt()
+
+
+async def measure(options: argparse.Namespace) -> Times:
+    """All sessions at once, begun within one question's length of each other."""
+    with wave.open(str(options.question)) as file:
+        if (file.getframerate(), file.getnchannels(), file.getsampwidth()) != (RATE, 1, 2):
+            raise SystemExit(f"{options.question}: must be PCM16, mono, {RATE} Hz")
+        question = file.readframes(file.getnframes())
+    times, apart = Times(), len(question) / 2 / RATE / options.sessions
+
+    async def later(number: int) -> None:
+        await asyncio.sleep(number * apart)
+        await converse(options, question, times)
+
+    await asyncio.gather(*map(later, range(options.sessions)))
+    return times
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gateway", help="its address")
+    parser.add_argument("question", type=Path, help="WAV file of a spoken question")
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=10, help="of each kind and session (default 10)")
+    parser.add_argument("--model", default="qwen2_5_omni")
+    parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", "any"))
+    parser.add_argument("--metrics", default="", help="the stages' metrics, such as http://127.0.0.1:8002/metrics")
+    print("\n".join(asyncio.run(measure(parser.parse_args(arguments))).lines()))
+
+
+if __name__ == "__main__":
+    main()

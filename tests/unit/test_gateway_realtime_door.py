@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Realtime sessions are opened with a key, are bounded, and leave nothing; other callers are told why they get none."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import websockets
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from client_fakes import FakeTriton, chunk, final, serve_grpc
+from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
+from realtime_client import MANUAL, greeting, noise, talk
+from triton_omni_gateway.errors import GatewayError
+from triton_omni_gateway.keys import ApiKeys
+from triton_omni_gateway.realtime.limits import RealtimeLimits
+from triton_omni_gateway.realtime.secrets import ClientSecrets
+
+SESSIONS = "omni_gateway_realtime_sessions"
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with serve_grpc(FakeTriton(greeting)) as fake:
+        yield fake
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
+    with run_gateway(triton.url) as running:
+        yield running
+
+
+@pytest.fixture
+def locked(triton: FakeTriton) -> Iterator[RunningGateway]:
+    with run_gateway(triton.url, keys=ApiKeys(["first"])) as running:
+        yield running
+
+
+def url_of(gateway: RunningGateway, path: str = "/v1/realtime") -> str:
+    return gateway.base.replace("http", "ws") + path
+
+
+async def refusal(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a connection that is refused."""
+    with pytest.raises(InvalidStatus) as refused:
+        await connect(url, **options)
+    response = refused.value.response
+    return response.status_code, json.loads(response.body or b"")["error"]
+
+
+async def event_of(socket: Any, kind: str) -> dict[str, Any]:
+    """The next event of this type."""
+    while True:
+        event: dict[str, Any] = json.loads(await asyncio.wait_for(socket.recv(), TIMEOUT_S))
+        if event["type"] == kind:
+            return event
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_key_opens_a_session(locked: RunningGateway) -> None:
+    async with talk(locked.base, key="first") as session:
+        assert session.seen[0].type == "session.created"
+    assert (await refusal(url_of(locked)))[1]["code"] == "invalid_api_key"
+    status, error = await refusal(url_of(locked), additional_headers={"Authorization": "Bearer second"})
+    assert (status, error["message"]) == (401, "Incorrect API key provided.")
+
+
+async def test_a_page_sends_its_key_as_a_subprotocol(locked: RunningGateway) -> None:
+    async with connect(url_of(locked), subprotocols=subprotocols("first"), origin=origin()) as socket:
+        assert socket.subprotocol == "realtime"
+        await event_of(socket, "session.created")
+    assert (await refusal(url_of(locked), subprotocols=subprotocols("second")))[0] == 401
+
+
+def subprotocols(key: str) -> list[Any]:
+    return ["realtime", f"openai-insecure-api-key.{key}"]
+
+
+def origin() -> Any:
+    return "https://app.example"
+
+
+async def test_a_client_secret_opens_configured_sessions_and_nothing_else(locked: RunningGateway) -> None:
+    client = locked.openai.with_options(api_key="first")
+    asked: Any = {"type": "realtime", "instructions": "Be brief.", **MANUAL}
+    made = client.realtime.client_secrets.create(session=asked, expires_after={"anchor": "created_at", "seconds": 60})
+    assert made.value.startswith("ek_")
+    assert made.expires_at - time.time() == pytest.approx(60, abs=30)
+    assert made.session.instructions == "Be brief."  # type: ignore[union-attr]
+    async with talk(locked.base, key=made.value) as session:
+        assert session.seen[0].session.instructions == "Be brief."
+        assert session.seen[0].session.audio.input.turn_detection is None
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key=made.value).models.list()
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key=made.value).realtime.client_secrets.create()
+    with pytest.raises(openai.BadRequestError, match=r"expires_after\.seconds"):
+        client.realtime.client_secrets.create(expires_after={"anchor": "created_at", "seconds": 5})
+
+
+def test_secrets_expire_and_are_not_many() -> None:
+    now = [100.0]
+    secrets = ClientSecrets(1, lambda: now[0])
+    value, _ = secrets.make("caller", {"instructions": "x"}, 60)
+    found = secrets.find(f"Bearer {value}")
+    assert found is not None
+    assert (found.caller, found.session) == ("caller", {"instructions": "x"})
+    with pytest.raises(GatewayError, match="1 client secrets hold"):
+        secrets.make("caller", {}, 60)
+    now[0] += 60
+    assert secrets.find(f"Bearer {value}") is None
+    assert secrets.make("caller", {}, 60)[0] != value
+
+
+async def test_foreign_pages_open_nothing_where_there_are_no_keys(gateway: RunningGateway) -> None:
+    assert (await refusal(url_of(gateway), origin=origin()))[1]["code"] == "forbidden_origin"
+    port = int(gateway.base.rpartition(":")[2])
+    status, error = await refusal("ws://evil.example/v1/realtime", host="127.0.0.1", port=port)
+    assert (status, error["code"]) == (403, "forbidden_origin")
+
+
+async def test_what_is_no_session_is_told_what_is(gateway: RunningGateway) -> None:
+    answer = gateway.http.get("/v1/realtime")
+    assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
+    assert "ws://HOST:PORT/v1/realtime?model=qwen2_5_omni" in answer.json()["error"]["message"]
+    status, error = await refusal(url_of(gateway, "/v1/realtimes"))
+    assert (status, "WebSockets are served at /v1/realtime" in error["message"]) == (404, True)
+    status, error = await refusal(url_of(gateway, "/v1/realtime?model=other"))
+    assert (status, error["code"]) == (404, "model_not_found")
+    assert "WebSocket /v1/realtime" in gateway.http.get("/v1/nothing").json()["error"]["message"]
+
+
+async def test_sessions_are_counted_and_one_too_many_is_refused(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_sessions=1)) as gateway:
+        async with talk(gateway.base):
+            assert gateway.metric(SESSIONS) == 1
+            status, error = await refusal(url_of(gateway))
+            assert (status, error["code"]) == (429, "overloaded")
+        await until(lambda: gateway.metric(SESSIONS) == 0)
+        for _ in range(10):
+            async with connect(url_of(gateway)):
+                pass
+            await until(lambda: gateway.metric(SESSIONS) == 0)
+
+
+async def test_connections_of_sessions_are_connections_of_their_peer(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, max_peer_connections=2) as gateway:
+        gateway.http.close()
+        async with connect(url_of(gateway)) as one, connect(url_of(gateway)) as two:
+            with pytest.raises((ConnectionClosed, OSError, EOFError, websockets.InvalidMessage)):
+                await connect(url_of(gateway))
+            for socket in (one, two):
+                await event_of(socket, "session.created")
+
+
+async def test_a_lost_connection_cancels_all_it_asked_for(triton: FakeTriton, gateway: RunningGateway) -> None:
+    triton.script = triton.endless
+    async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+        await session.say("Tell me a story.")
+        await session.send("response.create")
+        await session.until("response.output_audio.delta")
+        session.connection._connection.transport.abort()
+    assert await asyncio.to_thread(triton.cancelled.wait, 20)
+    await until(lambda: gateway.metric(SESSIONS) == 0)
+
+
+async def test_a_slow_reader_is_waited_for_and_then_given_up(triton: FakeTriton) -> None:
+    sent = []
+
+    def loud(_request: Any, _context: Any) -> Iterator[Any]:
+        for number in range(10_000):
+            sent.append(number)
+            yield chunk(text="word", audio=np.zeros(24_000, np.float32))
+        yield final()
+
+    triton.script = loud
+    with run_gateway(triton.url, send_timeout_s=0.5) as gateway:
+        async with connect(url_of(gateway), max_queue=1, close_timeout=0.1) as socket:
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]}
+            await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+            await socket.send(json.dumps({"type": "response.create"}))
+            await until(lambda: gateway.metric(SESSIONS) == 0)
+            assert await asyncio.to_thread(triton.cancelled.wait, 20)
+    assert len(sent) < 5000
+
+
+async def test_a_client_that_answers_no_ping_is_gone(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(ping_seconds=0.1)) as gateway:
+        host, port = gateway.base.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+        writer.write(f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\n{upgrade}{'A' * 22}==\r\n\r\n".encode())
+        assert await reader.readuntil(b"session.created")
+        await until(lambda: gateway.metric(SESSIONS) == 0)
+        writer.close()
+
+
+async def test_an_event_that_is_too_long_ends_its_session_alone(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_event_bytes=10_000)) as gateway:
+        async with talk(gateway.base, audio=MANUAL["audio"]) as other:
+            async with connect(url_of(gateway)) as socket:
+                await event_of(socket, "session.created")
+                await socket.send("x" * 100_000)
+                with pytest.raises(ConnectionClosed) as closed:
+                    await event_of(socket, "error")
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1009
+            await other.say("Still here.")
+
+
+async def test_a_full_buffer_is_refused_and_is_not_lost(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_buffer_seconds=1)) as gateway:
+        async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+            await session.append(noise(0.8))
+            sound = base64.b64encode(noise(0.8).tobytes()).decode()
+            assert (await session.refused("input_audio_buffer.append", audio=sound)).code == "input_audio_buffer_full"
+            await session.asked("input_audio_buffer.commit", "conversation.item.done")
+
+
+async def test_a_conversation_of_too_many_items_loses_the_oldest(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_items=3)) as gateway:
+        async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+            said = [(await session.say(f"Number {number}.")).id for number in range(5)]
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "First."}], "id": "x"}
+            await session.asked(
+                "conversation.item.create", "conversation.item.done", item=item, previous_item_id="root"
+            )
+            await session.until("conversation.item.deleted", item_id="x")
+            gone = [event.item_id for event in session.seen if event.type == "conversation.item.deleted"]
+    assert gone == [*said[:2], "x"]
+
+
+async def test_a_flood_of_wrong_events_is_answered_in_order(gateway: RunningGateway) -> None:
+    async def flood(socket: Any) -> None:
+        for number in range(1000):
+            await socket.send(json.dumps({"type": "nonsense", "event_id": str(number)}))
+        await socket.send(b"\x00\xff")
+        await socket.send("[" * 1000)
+
+    async with connect(url_of(gateway)) as socket, talk(gateway.base) as other:
+        sending = asyncio.create_task(flood(socket))
+        named = [(await event_of(socket, "error"))["error"]["event_id"] for _ in range(1002)]
+        await sending
+        await other.say("Still here.")
+    assert named == [*map(str, range(1000)), None, None]
+
+
+async def test_a_session_ends_after_its_time(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(session_seconds=0.2)) as gateway:
+        async with connect(url_of(gateway)) as socket:
+            assert (await event_of(socket, "error"))["error"]["code"] == "session_expired"
+            await socket.wait_closed()
+        assert (socket.close_code, socket.close_reason) == (1001, "session_expired")
+
+
+async def test_a_gateway_that_stops_tells_its_sessions(gateway: RunningGateway) -> None:
+    async with connect(url_of(gateway)) as socket:
+        await event_of(socket, "session.created")
+        gateway.stop()
+        error = (await event_of(socket, "error"))["error"]
+        await socket.wait_closed()
+    assert (error["code"], error["message"]) == ("stopping", "The gateway is stopping; send the request again.")
+    assert socket.close_code == 1012
+
+
+async def test_a_model_that_is_not_named_is_the_first(gateway: RunningGateway) -> None:
+    async with connect(url_of(gateway)) as socket:
+        assert (await event_of(socket, "session.created"))["session"]["model"] == MODEL
