@@ -40,6 +40,7 @@ class Session:
         limits: its bounds.
         outbox: where its events go.
         smart_turn: tells whether a sentence is finished.
+        transcription_prompt: asks for the words of a sound.
         models: names that `model` may have.
         given: configuration that a client secret holds.
         model: name of the model that the client asked for.
@@ -52,6 +53,7 @@ class Session:
         outbox: Outbox,
         *,
         smart_turn: SmartTurn,
+        transcription_prompt: str,
         models: tuple[str, ...],
         given: Mapping[str, Any],
         model: str,
@@ -66,7 +68,7 @@ class Session:
         self._given = merged(first, given)
         self._config = self._answers.config = checked_config(self._given, models)
         self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
-        self._transcriber = Transcriber(servers, outbox)
+        self._transcriber = Transcriber(servers, outbox, transcription_prompt)
         self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
