@@ -37,7 +37,7 @@ CODECS: Final = (
 """FFmpeg's decoders that are used: those of the Triton server."""
 LEAST_SECONDS: Final = 0.1
 """Of a recording, and of each of its windows."""
-_MEMORY_BYTES: Final = 512 << 20
+_MEMORY_BYTES: Final = 256 << 20
 """Memory beside the file, which lies in memory that both processes share."""
 _QUIET_SAMPLES: Final = RATE // 5
 """Length of the moment at which a window is cut: its quietest one. Words have shorter ones inside."""

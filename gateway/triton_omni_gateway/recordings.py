@@ -51,7 +51,7 @@ class Cutter:
         window_seconds: longest window.
         limit_seconds: longest recording.
         cpu_seconds: CPU time that one may take to decode.
-        at_once: programs that run at once, each with up to 512 MiB.
+        at_once: programs that run at once, each with up to 256 MiB.
     """
 
     def __init__(self, window_seconds: float, limit_seconds: float, cpu_seconds: int, at_once: int) -> None:
@@ -94,7 +94,7 @@ class Cutter:
         finally:
             if program.returncode is None:
                 program.kill()
-            await program.wait()
+            await program.communicate()  # asyncio sees no end before all that was written is read
 
     async def _records(self, program: Process) -> AsyncIterator[bytes]:
         assert program.stdout is not None

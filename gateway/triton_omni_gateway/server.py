@@ -188,7 +188,10 @@ def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     spoken = "another name for a voice of the checkpoint; may be repeated (OpenAI's names mean its first voice)"
     parser.add_argument("--voice", type=_alias, action="append", default=[], metavar="NAME=VOICE", help=spoken)
-    keyed = f"file of API keys, one a line; also by {VARIABLE}, separated by commas (default: none, so anyone may call)"
+    keyed = (
+        "file of API keys, one a line, each with a name for the log or none; "
+        f"also by {VARIABLE}, separated by commas (default: none, so anyone may call)"
+    )
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help=keyed)
     allowed = "host name by which callers without keys may address the gateway; may be repeated (always: localhost)"
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=allowed)

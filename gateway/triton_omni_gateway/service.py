@@ -160,7 +160,7 @@ class Gateway:
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio and not chat.prefill_only else None
         asked = chat_request(chat, self._transcripts.find, http.state.request_id, http.state.caller)
-        request = _traced(await self._in_voice(asked), http)
+        request = traced(await self._in_voice(asked), http)
         head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
         if not chat.stream:
             return await self._whole_chat(http, request, head, spoken)
@@ -178,7 +178,7 @@ class Gateway:
         # Drawn here where the caller gave none: sound has no place but its headers to tell it, and they come first.
         seed = secrets.randbits(DRAWN_SEED_BITS) if speech.seed is None else speech.seed
         request = await self._in_voice(speech_request(speech, self._settings.speech_prompt, http.state.request_id))
-        opened = await self._open(http, _traced(replace(request, seed=seed), http), (AudioDelta, Info))
+        opened = await self._open(http, traced(replace(request, seed=seed), http), (AudioDelta, Info))
         encoder, headers = SoundEncoder(sound_format, speech.speed or 1.0), {SEED_HEADER: str(seed)}
         if speech.stream_format == "sse":
             events = self._speech_events(http, opened, encoder, seed)
@@ -297,6 +297,6 @@ async def _first(stream: PooledStream, kinds: tuple[type, ...]) -> Delta | None:
     return None
 
 
-def _traced(request: Request, http: HttpRequest) -> Request:
+def traced(request: Request, http: HttpRequest) -> Request:
     """The request as a part of its caller's trace, which a header of W3C's names."""
     return replace(request, traceparent=http.headers.get("traceparent", "")[:_LONGEST_TRACEPARENT])

@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .recordings import Cutter, Window
 from .replies import event
 from .request_log import note_end, note_error
-from .service import EVENTS, Gateway
+from .service import EVENTS, Gateway, traced
 from .settings import GatewaySettings
 from .transcription import Segment, Task, delta_event, done_event, listening_request, text_of, verbose, whole
 from .translate import check_model
@@ -197,7 +197,7 @@ class Transcriber:
         label = f"{state.request_id}.{number}" if number else state.request_id
         request = listening_request(window.data, asked.prompt, label, temperature=asked.form.temperature)
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        listening = self._listen(asked.http, request, pieces, _TRIES if number else 1)
+        listening = self._listen(asked.http, traced(request, asked.http), pieces, _TRIES if number else 1)
         return _Listening(window, pieces, asyncio.create_task(listening))
 
     async def _listen(

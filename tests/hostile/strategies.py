@@ -79,6 +79,29 @@ ANY_JSON: st.SearchStrategy[Any] = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=20
 )
 
+NAMES = st.sampled_from(["f", "get_weather", "a b", '"', "<tool_call>", "\n", "x" * 65]) | TEXT
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.just("function") | ANY_JSON},
+        optional={
+            "function": st.fixed_dictionaries(
+                {"name": NAMES}, optional={"parameters": ANY_JSON, "description": TEXT, "strict": st.booleans()}
+            )
+            | ANY_JSON
+        },
+    )
+    | ANY_JSON,
+    max_size=5,
+)
+CALLS = st.lists(
+    st.builds(
+        lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}},
+        NAMES,
+        st.sampled_from(["{}", "", "{", '{"a": "<|im_end|>"}', "[" * 500]) | TEXT | ANY_JSON,
+    )
+    | ANY_JSON,
+    max_size=4,
+)
 PARAMETERS = st.fixed_dictionaries(
     {},
     optional={
@@ -89,6 +112,9 @@ PARAMETERS = st.fixed_dictionaries(
         "use_audio_in_video": st.booleans() | ANY_JSON,
         "mm_processor_kwargs": ANY_JSON
         | st.dictionaries(st.sampled_from(["fps", "max_frames", "max_pixels", "num_frames"]), NUMBERS),
+        "tools": TOOLS | ANY_JSON,
+        "tool_choice": st.sampled_from(["auto", "none", "required"]) | ANY_JSON,
+        "parallel_tool_calls": st.booleans() | ANY_JSON,
         "priority": NUMBERS,
         "timeout": NUMBERS,
         **{
@@ -194,6 +220,7 @@ MESSAGES = st.lists(
         st.sampled_from(["system", "user", "user", "user", "assistant", "tool"]) | ANY_JSON,
         TEXT | st.lists(PARTS, max_size=5) | ANY_JSON,
     )
+    | st.builds(lambda calls: {"role": "assistant", "tool_calls": calls}, CALLS | ANY_JSON)
     | ANY_JSON,
     max_size=6,
 )

@@ -49,6 +49,8 @@ VALID_MESSAGES = as_json(
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is \u00fc?"}]},
         {"role": "assistant", "content": "An image."},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": [1]}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
     ]
 )
@@ -58,6 +60,8 @@ VALID_PARAMETERS = as_json(
         "seed": 5,
         "thinker": {"temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.0}, "json_schema": {"type": "object"}},
         "talker": {"top_k": 5},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
         "timeout": 1.5,
     }
 )
@@ -67,7 +71,7 @@ def parse(raw: RawRequest, secret: str = "") -> OmniRequest | OmniError:
     """What the request comes to; what is accepted is inside the limits."""
     found = judge(lambda: parse_request(raw, LIMITS, DEFAULTS), BOUNDS, named=FIELDS, secret=secret)
     if isinstance(found, OmniRequest):
-        assert found.chat[-1].parts
+        assert found.chat[-1].parts or found.chat[-1].calls
         assert len(found.chat) <= LIMITS.max_messages
         assert len(found.media) <= LIMITS.max_media_items
         assert all(0 < len(part.data) <= LIMITS.max_media_bytes for part in found.media)

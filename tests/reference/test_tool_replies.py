@@ -180,8 +180,12 @@ def test_without_a_call_the_reply_is_the_plain_one(engine: Any, hf: HfReference,
 
 
 def test_a_call_that_is_cut_off_says_so(engine: Any, hf: HfReference) -> None:
-    answer = run(engine, {"cut": ask(hf, QUESTION)}, calling(REQUIRED, max_tokens=40))["cut"]
-    assert (answer.text, answer.last.finish_reason) == ("", "length")
+    asked = {"cut": calling(REQUIRED, max_tokens=40), "stopped": calling(REQUIRED, stop=('"arguments"',))}
+    answers = run(engine, dict.fromkeys(asked, ask(hf, QUESTION)), asked)
+    assert [(answer.text, answer.last.finish_reason) for answer in answers.values()] == [("", "length"), ("", "stop")]
+    assert answers["stopped"].last.stop_string == '"arguments"'
+    (call,) = calls_of(answers["stopped"])
+    assert call[1] == ""
 
 
 def test_a_schema_holds_where_nothing_may_be_called(engine: Any, hf: HfReference) -> None:

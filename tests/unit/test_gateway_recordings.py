@@ -31,9 +31,18 @@ def program(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     monkeypatch.setattr(recordings, "_PROGRAM", folder / "program.py")
 
 
+async def settled() -> None:
+    """Let asyncio close what belonged to a program that has ended: a few calls that wait for their turns."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 async def cut(data: bytes = MP3, **limits: Any) -> list[recordings.Window]:
     given = {"window_seconds": 1.5, "limit_seconds": 60, "cpu_seconds": 20, "at_once": 1, **limits}
-    return [window async for window in Cutter(**given).windows(data)]
+    try:
+        return [window async for window in Cutter(**given).windows(data)]
+    finally:
+        await settled()
 
 
 @pytest.mark.parametrize(
@@ -69,19 +78,22 @@ async def test_a_recording_that_nobody_wants_ends_its_program(monkeypatch: pytes
 import os, struct, sys, time
 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
 sys.stdout.buffer.write(struct.pack("<cI", b"w", 3) + b"one")
-sys.stdout.buffer.flush()
+sys.stdout.buffer.write(bytes(1 << 20))  # more than anybody reads ahead
 time.sleep(3600)
 """
     program(monkeypatch, tmp_path, code)
     cutter = Cutter(1.5, 60, 20, at_once=1)
-    async with aclosing(cutter.windows(MP3)) as windows:
-        assert (await anext(windows)).data == b"one"
-        waiting = asyncio.create_task(anext(cutter.windows(MP3)))  # its place is taken
-        pid = int((tmp_path / "pid").read_text())
-        assert not waiting.done()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert (await waiting).data == b"one"  # and is free again
+    async with aclosing(cutter.windows(MP3)) as others:
+        async with aclosing(cutter.windows(MP3)) as windows:
+            assert (await anext(windows)).data == b"one"
+            waiting = asyncio.ensure_future(anext(others))  # the one place is taken
+            await settled()
+            assert not waiting.done()
+            pid = int((tmp_path / "pid").read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert (await waiting).data == b"one"  # the place is free again
+    await settled()
 
 
 async def test_nothing_is_open_after_a_recording() -> None:
@@ -91,7 +103,6 @@ async def test_nothing_is_open_after_a_recording() -> None:
             await cut(data)
         except GatewayError:
             continue
-    await asyncio.sleep(0)
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 

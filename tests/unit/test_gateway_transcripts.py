@@ -87,6 +87,12 @@ def test_a_short_wav_is_asked_for_as_it_came(triton: FakeTriton, gateway: Runnin
     assert parameters_of(triton.requests[0]) == {"modalities": ["text"]}
 
 
+def test_a_recording_is_a_part_of_its_caller_s_trace(triton: FakeTriton, gateway: RunningGateway) -> None:
+    header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    write_down(gateway, LONG, extra_headers={"traceparent": header})
+    assert [request.parameters["traceparent"].string_param for request in triton.requests] == [header] * 3
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -371,7 +371,7 @@ class ThinkerVllmEngine:
             rows=rows.rows,
             row_start=rows.row_start,
             rows_ready=rows.rows_ready,
-            finish_reason=None if error or finish is None else sequence.speech.why_finished(finish),
+            finish_reason=None if error or finish is None else sequence.speech.why_finished(finish, stop_string),
             stop_string=stop_string,
             calls=() if reader is None else reader.told.calls,
             rows_done=sequence.rows_done,

@@ -84,9 +84,9 @@ class Speech:
         else:
             self._call.keep_before(self.reader.said)
 
-    def why_finished(self, reason: FinishReason) -> FinishReason:
-        """Return the reason as the client gets it, of one of vLLM's."""
-        return "tool_calls" if reason == "stop" and self.is_over else reason
+    def why_finished(self, reason: FinishReason, stop_string: str | None) -> FinishReason:
+        """Return the reason as the client gets it, of one of vLLM's; a stop string may have cut a call off."""
+        return "tool_calls" if reason == "stop" and stop_string is None and self.is_over else reason
 
 
 def stop_string_of(completion: CompletionOutput) -> str | None:
