@@ -27,6 +27,8 @@ from .settings import GatewaySettings
 GUARDED = "/v1/"
 """Paths that need a key where keys are set."""
 _LINGER_S = 2.0
+_SWITCHED = 101
+"""Status of a WebSocket in the log."""
 logger = logging.getLogger("uvicorn.error")
 
 
@@ -98,18 +100,24 @@ class Gate:
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a WebSocket in, or refuse it before it is one."""
-        request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {}).update({"request_id": request_id, "caller": "", "session": {}})
+        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "caller": "", "session": {}}
         refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
-        if refusal is not None:
-            await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
-            self._metrics.answered(self._endpoint(scope), refusal.status, 0.0)
-            return
+        status = _SWITCHED if refusal is None else refusal.status
         try:
-            await self._app(scope, receive, send)
+            if refusal is None:
+                await self._app(scope, receive, send)
+            else:
+                note_error(scope, refusal)
+                self._metrics.answered(self._endpoint(scope), status, 0.0)
+                await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
         except Exception:
             logger.exception("%s failed", request_id)
             raise
+        finally:
+            name = self._keys.name_of(state["caller"])
+            log_request({**scope, "method": "WebSocket"}, status, time.monotonic() - begin, name)
 
     async def _apologise(self, scope: Scope, exchange: _Exchange, error: GatewayError) -> None:
         note_error(scope, error)

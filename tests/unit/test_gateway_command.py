@@ -281,7 +281,7 @@ def test_a_caller_writes_little_of_the_log_and_of_a_refusal(method: str, path: s
         assert process.stdout is not None
         base = process.stdout.readline().split("=")[1].split("/v1")[0]
         answer = httpx.request(method, base + path, timeout=60)
-        assert (len(answer.content) < 700) == (answer.status_code >= 400)
+        assert (len(answer.content) < 600) == (answer.status_code >= 400)
         process.send_signal(signal.SIGTERM)
         lines = process.communicate(timeout=60)[1].splitlines()
     assert max(map(len, lines)) < 400

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import signal
@@ -12,11 +13,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from websockets.exceptions import InvalidStatus
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
 from gateway_command import started
 from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
 from media_samples import audio_file
+from realtime_client import talk
 from triton_omni_gateway.keys import ApiKeys, read_keys
 from triton_omni_gateway.request_log import REQUESTS
 
@@ -165,3 +168,18 @@ def test_a_key_may_have_a_name(tmp_path: Any) -> None:
     assert len(unnamed) == 2
     assert not any(key in name for name in unnamed for key in ("two", "four"))
     assert keys.name_of("") == ""
+
+
+async def test_a_session_has_a_line_at_its_end_and_a_refused_one_too(gateway: RunningGateway, lines: Lines) -> None:
+    async with talk(gateway.base, key="first"):
+        assert lines.all == []
+    with pytest.raises(InvalidStatus):
+        async with talk(gateway.base, key="third"):
+            pass
+    while len(lines.all) < 2:
+        await asyncio.sleep(0.01)
+    told = [(one.method, one.path, one.status, getattr(one, "key", None)) for one in lines.all]
+    assert sorted(told) == [
+        ("WebSocket", "/v1/realtime", 101, "alice"),
+        ("WebSocket", "/v1/realtime", 401, None),
+    ]

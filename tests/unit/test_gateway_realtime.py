@@ -246,11 +246,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "session.audio.input.format.rate",
         "44100",
     ),
-    "tools": (
+    "tools of others": (
         "session.update",
-        {"session": {"type": "realtime", "tools": [{"type": "function"}]}},
-        "session.tools",
-        "",
+        {"session": {"type": "realtime", "tools": [{"type": "mcp", "server_label": "x"}]}},
+        "session.tools[0].type",
+        "'function'",
     ),
     "another model": ("session.update", {"session": {"type": "realtime", "model": "x"}}, "model", MODEL),
     "no base64": ("input_audio_buffer.append", {"audio": "§"}, "audio", "base64"),

@@ -17,9 +17,10 @@ from triton_omni_gateway.errors import CONTEXT_LENGTH, bad_request, broken
 from triton_omni_gateway.field_names import FieldNames
 from triton_omni_gateway.pool import PooledStream
 
+from .calls import tool_fields
 from .config import Json, RetentionRatio, SessionConfig
 from .events import server_event
-from .items import Item, Items, messages_of
+from .items import AnyItem, Items, messages_of
 from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Reason, Response
@@ -150,19 +151,22 @@ class Answers:
         messages, media = messages_of(list(self._items), self.config.instructions)
         messages.append({"role": "user", "content": [{"type": sound.kind}]})
         modalities = self._modalities(self.config.output_modalities[0])
-        return self._with(messages, [*media, sound], modalities, prefill_only=True, priority=HINT_PRIORITY)
+        config = self.config
+        tools = tool_fields(config.tools, config.tool_choice, config.parallel_tool_calls)
+        return self._with(messages, [*media, sound], modalities, **tools, prefill_only=True, priority=HINT_PRIORITY)
 
     def _request(self, response: Response) -> Request:
         asked = response.asked
         items = list(self._items) if asked.given is None else asked.given
-        messages, media = messages_of([item for item in items if item is not response.item], asked.instructions)
+        messages, media = messages_of(items, asked.instructions)
         if not messages:
             raise bad_request(
                 "The conversation is empty: create an item, commit sound, or give 'instructions'.",
                 code="conversation_empty",
             )
         thinker = {} if asked.max_output_tokens == "inf" else {"max_tokens": asked.max_output_tokens}
-        options = {"voice": asked.voice, "thinker": thinker, "request_id": response.response_id}
+        tools = tool_fields(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        options = {"voice": asked.voice, "thinker": thinker, "request_id": response.response_id, **tools}
         return self._with(messages, media, self._modalities(asked.modality), **options)
 
     def _with(
@@ -218,7 +222,7 @@ class Answers:
 
     def _shorten(self, response: Response) -> bool:
         """Drop the oldest items, whatever was estimated; False where none may go."""
-        if response.is_over or response.item is not None or response.asked.given is not None:
+        if response.is_over or response.output or response.asked.given is not None:
             return False
         if self.config.truncation == "disabled":
             return False
@@ -246,7 +250,7 @@ class Answers:
         if most_media is not None:
             self.drop(self._items.over_media(most_media, int(most_media * self._ratio)))
 
-    def drop(self, items: Iterable[Item]) -> None:
+    def drop(self, items: Iterable[AnyItem]) -> None:
         """Take items out of the conversation, and tell it."""
         for item in list(items):
             self._items.remove(item)

@@ -136,7 +136,27 @@ class RetentionRatio(Strict):
 
 MaxTokens = Annotated[int, Field(strict=True, ge=1, le=_LONGEST_REPLY)] | Literal["inf"]
 _Modalities = Annotated[tuple[Modality, ...], Field(min_length=1, max_length=1)]
-_NoTools = Annotated[tuple[Any, ...], Field(max_length=0)]
+
+
+class FunctionTool(Strict):
+    """A function that a reply may call; the Triton server checks its schema."""
+
+    type: Literal["function"]
+    name: StrictStr
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+    def function(self) -> Json:
+        """The function as a chat completion has it."""
+        return self.model_dump(exclude={"type"}, exclude_none=True)
+
+
+class NamedTool(Strict):
+    """The one function that a reply calls."""
+
+    type: Literal["function"]
+    name: StrictStr
 
 
 class ResponseOptions(Strict):
@@ -145,8 +165,8 @@ class ResponseOptions(Strict):
     instructions: StrictStr | None = None
     output_modalities: _Modalities = ("audio",)
     max_output_tokens: MaxTokens = "inf"
-    tools: _NoTools = ()
-    tool_choice: Literal["auto", "none"] = "auto"
+    tools: Annotated[tuple[FunctionTool, ...], Field(max_length=MAX_ITEMS)] = ()
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: StrictBool | None = None
 
 

@@ -83,6 +83,7 @@ class Realtime:
             self._limits,
             outbox,
             smart_turn=self._smart_turn,
+            transcription_prompt=self._settings.transcription_prompt,
             models=self._settings.models,
             given=socket.scope["state"]["session"],
             model=model,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,7 @@ from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
 
+from .calls import CallItem, OutputItem, made_call
 from .config import Json
 from .events import ROOT, GivenItem, Part, new_id
 from .formats import BYTES_A_MS, Ear, heard_wav
@@ -141,6 +142,9 @@ class Item:
         part.text = heard_text(part.text, part.seconds, total)
 
 
+AnyItem = Item | CallItem | OutputItem
+
+
 class Items:
     """A conversation.
 
@@ -150,9 +154,9 @@ class Items:
 
     def __init__(self, limits: RealtimeLimits) -> None:
         self._limits = limits
-        self._items: list[Item] = []
+        self._items: list[AnyItem] = []
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[AnyItem]:
         return iter(self._items)
 
     def __len__(self) -> int:
@@ -168,7 +172,7 @@ class Items:
         """An estimate of the tokens of all."""
         return sum(item.tokens for item in self._items)
 
-    def find(self, item_id: str, param: str = "item_id") -> Item:
+    def find(self, item_id: str, param: str = "item_id") -> AnyItem:
         """Return an item.
 
         Raises:
@@ -180,12 +184,12 @@ class Items:
         said = f"Invalid value for '{param}': the conversation has no item {item_id[:_SHOWN]!a}."
         raise GatewayError(404, said, code="item_not_found", param=param)
 
-    def before(self, item: Item) -> str | None:
+    def before(self, item: AnyItem) -> str | None:
         """Id of the item that precedes this one."""
         place = self._items.index(item)
         return self._items[place - 1].item_id if place else None
 
-    def put(self, item: Item, after: str | None = None) -> None:
+    def put(self, item: AnyItem, after: str | None = None) -> None:
         """Add an item at the end, after another one, or in front of all (`root`).
 
         Raises:
@@ -201,11 +205,11 @@ class Items:
         else:
             self._items.insert(self._items.index(self.find(after, "previous_item_id")) + 1, item)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: AnyItem) -> None:
         """Take an item out."""
         self._items.remove(item)
 
-    def over_size(self) -> list[Item]:
+    def over_size(self) -> list[AnyItem]:
         """Return the oldest items, without which the conversation is within its bounds; the newest one stays."""
         size, gone = sum(item.size for item in self._items), 0
         limits = self._limits
@@ -216,17 +220,17 @@ class Items:
             gone += 1
         return self._items[:gone]
 
-    def over_media(self, limit: int, keep: int) -> list[Item]:
+    def over_media(self, limit: int, keep: int) -> list[AnyItem]:
         """Return the oldest items, which go where the conversation has over `limit` media, until `keep` are left."""
-        media, gone = sum(item.num_media for item in self._items), 0
+        media, gone = sum(map(_num_media, self._items)), 0
         if media <= limit:
             return []
         while gone < len(self._items) - 1 and media > keep:
-            media -= self._items[gone].num_media
+            media -= _num_media(self._items[gone])
             gone += 1
         return self._items[:gone]
 
-    def over_tokens(self, limit: float, keep: float) -> list[Item]:
+    def over_tokens(self, limit: float, keep: float) -> list[AnyItem]:
         """Return the oldest items, which go where the conversation has over `limit` tokens, until `keep` are left."""
         tokens, gone = self.tokens, 0
         if tokens <= limit:
@@ -237,21 +241,44 @@ class Items:
         return self._items[:gone]
 
 
-def messages_of(items: Sequence[Item], instructions: str | None) -> tuple[list[Json], list[Media]]:
-    """Return the chat that the model is told, and its media."""
-    told = [(item, message) for item in items if (message := item.message()) is not None]
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    return [*system, *(message for _, message in told)], [medium for item, _ in told for medium in item.media()]
+def _num_media(item: AnyItem) -> int:
+    return item.num_media if isinstance(item, Item) else 0
 
 
-def made_item(given: GivenItem, ear: Ear) -> Item:
+def messages_of(items: Iterable[AnyItem], instructions: str | None) -> tuple[list[Json], list[Media]]:
+    """Return the chat that the model is told, and its media. Calls belong to the assistant's message before them."""
+    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    media: list[Media] = []
+    for item in items:
+        match item:
+            case CallItem():
+                if item.status == "completed":
+                    _caller(messages).setdefault("tool_calls", []).append(item.called())
+            case OutputItem():
+                messages.append(item.message())
+            case Item() if (message := item.message()) is not None:
+                messages.append(message)
+                media += item.media()
+    return messages, media
+
+
+def _caller(messages: list[Json]) -> Json:
+    """The assistant's message at the end, which is made where there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def made_item(given: GivenItem, ear: Ear) -> AnyItem:
     """An item as its client gave it.
 
     Raises:
         GatewayError: 400, with the key at fault.
     """
+    if given.type in ("function_call", "function_call_output"):
+        return made_call(given)
     if given.type != "message":
-        said = f"Invalid value for 'item.type': {given.type!a} is not served yet; the one type is 'message'."
+        said = f"Invalid value for 'item.type': {given.type!a} belongs into the 'input' of a response."
         raise bad_request(said, param="item.type", code="invalid_value")
     if given.role is None:
         raise bad_request(

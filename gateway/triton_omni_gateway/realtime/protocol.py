@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -15,8 +17,17 @@ _LINGER_S = 2.0
 """For what was sent to arrive, after the application has ended."""
 
 
+_logger = logging.getLogger("uvicorn.error.sockets")
+"""Of uvicorn and websockets, less what they say of each connection: the gate has a line for it."""
+_logger.setLevel(logging.WARNING)
+
+
 class RealtimeProtocol(WebSocketsSansIOProtocol):
-    """One connection."""
+    """One connection; arguments are uvicorn's."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.logger = self.conn.logger = _logger
 
     @property
     def peer(self) -> str:

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triton_omni_client import AudioDelta, Delta, Info, TextDelta, heard_text
+from triton_omni_client import AudioDelta, Delta, Info, TextDelta, ToolCallDelta, heard_text
 from triton_omni_client.audio import SAMPLE_RATE
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.replies import finish_reason, usage
 
-from .config import Json, Modality, SoundFormat
+from .calls import CallItem
+from .config import FunctionTool, Json, Modality, NamedTool, SoundFormat
 from .events import new_id, server_event
 from .formats import Mouth
-from .items import Content, Item, Items
+from .items import AnyItem, Content, Item, Items
 
 Ending = Literal["completed", "cancelled", "incomplete", "failed"]
 Reason = Literal["turn_detected", "client_cancelled", "max_output_tokens"]
@@ -34,9 +35,12 @@ class Asked:
     sound_format: SoundFormat
     speed: float = 1.0
     metadata: dict[str, str] | None = None
-    given: list[Item] | None = None
+    given: list[AnyItem] | None = None
     """Items in place of the conversation's; None = those of the conversation."""
     in_conversation: bool = True
+    tools: tuple[FunctionTool, ...] = ()
+    tool_choice: str | NamedTool = "auto"
+    parallel_tool_calls: bool | None = None
 
 
 @dataclass(eq=False)
@@ -55,12 +59,13 @@ class Response:
     put: Callable[[Json], None]
     response_id: str = field(default_factory=lambda: new_id("resp"))
     status: Ending | Literal["in_progress"] = "in_progress"
-    item: Item | None = None
+    output: list[Item | CallItem] = field(default_factory=list)
     _details: Json | None = None
     _info: Info | None = None
 
     def __post_init__(self) -> None:
         self._mouth = Mouth(self.asked.sound_format, self.asked.speed)
+        self._calls: list[CallItem] = []
 
     @property
     def is_over(self) -> bool:
@@ -93,8 +98,24 @@ class Response:
                 self._put_part(f"{_TRANSCRIPT if self.is_spoken else _TEXT}.delta", delta=delta.text)
             case AudioDelta() if self.is_spoken and len(delta.samples):
                 self._put_sound(self._mouth.say(delta.samples))
+            case ToolCallDelta():
+                self._feed_call(delta)
             case Info():
                 self._info = delta
+
+    def _feed_call(self, piece: ToolCallDelta) -> None:
+        """A piece of a call, whose first one names it."""
+        if piece.id is not None or not self._calls:
+            self._calls.append(CallItem(piece.name or "", piece.id or new_id("call"), status="in_progress"))
+            self._add(self._calls[-1])
+        call = self._calls[-1]
+        call.arguments += piece.arguments
+        if piece.arguments:
+            self._put_call("delta", call, delta=piece.arguments)
+
+    def _put_call(self, kind: str, call: CallItem, **fields: str) -> None:
+        where = {**self._place(call), "call_id": call.call_id}
+        self.put(server_event(f"response.function_call_arguments.{kind}", **where, **fields))
 
     def end(self) -> None:
         """The reply is complete, or a limit cut it off."""
@@ -105,7 +126,7 @@ class Response:
 
     def cancel(self, reason: Reason) -> None:
         """End it; of its text remains what was spoken in the sound that was sent."""
-        if not self.is_over and self.is_spoken and self.item is not None:
+        if not self.is_over and self.is_spoken and self.message is not None:
             content = self._content()
             content.text = heard_text(content.text, self.seconds, self._whole_seconds())
         self._finish("cancelled", {"type": "cancelled", "reason": reason})
@@ -123,11 +144,17 @@ class Response:
         if self.is_over:
             return
         self.status, self._details = ending, details
-        if self.item is not None:
-            self._end_item("completed" if ending == "completed" else "incomplete")
+        for item in self.output:
+            if isinstance(item, CallItem):
+                self._put_call("done", item, name=item.name, arguments=item.arguments)
+            else:
+                self._end_message()
+            item.status = "completed" if ending == "completed" else "incomplete"
+            self._put_item("conversation.item.done", item)
+            self._put_output("done", item)
         self.put(server_event("response.done", response=self._told()))
 
-    def _end_item(self, status: Literal["completed", "incomplete"]) -> None:
+    def _end_message(self) -> None:
         content = self._content()
         if self.is_spoken:
             self._put_sound(self._mouth.end())
@@ -136,35 +163,43 @@ class Response:
         else:
             self._put_part(f"{_TEXT}.done", text=content.text)
         self._put_part("response.content_part.done", part=self._part(content))
-        item = self._the_item()
-        item.status = status
-        self._put_item("conversation.item.done")
-        self.put(
-            server_event("response.output_item.done", response_id=self.response_id, output_index=0, item=item.told())
-        )
+
+    @property
+    def message(self) -> Item | None:
+        """The item that is written or spoken, once it has begun."""
+        return next((item for item in self.output if isinstance(item, Item)), None)
 
     def _content(self) -> Content:
-        """The one part of its item, which begins with the first delta."""
-        return self._the_item().content[0]
+        """The one part of the message, which begins with the first delta."""
+        return self._the_message().content[0]
 
-    def _the_item(self) -> Item:
-        if self.item is None:
+    def _the_message(self) -> Item:
+        if (message := self.message) is None:
             content = Content("output_audio" if self.is_spoken else "output_text")
-            self.item = Item("assistant", [content], status="in_progress")
-            shown = {**self.item.told(), "content": []}
-            self.put(
-                server_event("response.output_item.added", response_id=self.response_id, output_index=0, item=shown)
-            )
-            if self.asked.in_conversation:
-                self.conversation.put(self.item)
-            self._put_item("conversation.item.added", shown)
+            message = Item("assistant", [content], status="in_progress")
+            self._add(message, {**message.told(), "content": []})
             self._put_part("response.content_part.added", part=self._part(content))
-        return self.item
+        return message
 
-    def _put_item(self, kind: str, shown: Json | None = None) -> None:
-        if self.item is not None and self.asked.in_conversation and self.item in self.conversation:
-            before = self.conversation.before(self.item)
-            self.put(server_event(kind, previous_item_id=before, item=shown or self.item.told()))
+    def _add(self, item: Item | CallItem, shown: Json | None = None) -> None:
+        """Begin an item."""
+        self.output.append(item)
+        self._put_output("added", item, shown)
+        if self.asked.in_conversation:
+            self.conversation.put(item)
+        self._put_item("conversation.item.added", item, shown)
+
+    def _put_output(self, kind: str, item: Item | CallItem, shown: Json | None = None) -> None:
+        where = {"response_id": self.response_id, "output_index": self.output.index(item)}
+        self.put(server_event(f"response.output_item.{kind}", **where, item=shown or item.told()))
+
+    def _put_item(self, kind: str, item: Item | CallItem, shown: Json | None = None) -> None:
+        if self.asked.in_conversation and item in self.conversation:
+            before = self.conversation.before(item)
+            self.put(server_event(kind, previous_item_id=before, item=shown or item.told()))
+
+    def _place(self, item: Item | CallItem) -> Json:
+        return {"response_id": self.response_id, "item_id": item.item_id, "output_index": self.output.index(item)}
 
     def _put_sound(self, data: bytes) -> None:
         self._content().seconds = self.seconds
@@ -172,8 +207,7 @@ class Response:
             self._put_part(f"{_AUDIO}.delta", delta=base64.b64encode(data).decode())
 
     def _put_part(self, kind: str, **fields: Any) -> None:
-        where = {"response_id": self.response_id, "item_id": self._the_item().item_id}
-        self.put(server_event(kind, **where, output_index=0, content_index=0, **fields))
+        self.put(server_event(kind, **self._place(self._the_message()), content_index=0, **fields))
 
     def _part(self, content: Content) -> Json:
         return (
@@ -188,7 +222,7 @@ class Response:
             "id": self.response_id,
             "status": self.status,
             "status_details": self._details,
-            "output": [] if self.item is None else [self.item.told()],
+            "output": [item.told() for item in self.output],
             "conversation_id": self.conversation_id if asked.in_conversation else None,
             "output_modalities": [asked.modality],
             "max_output_tokens": asked.max_output_tokens,

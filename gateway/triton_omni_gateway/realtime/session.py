@@ -22,7 +22,7 @@ from .events import ClientEvent, new_id, server_event
 from .formats import Ear
 from .hearing import Hearing
 from .idle import IdleTimer
-from .items import Content, Item, Items, decoded_base64, made_item
+from .items import AnyItem, Content, Item, Items, decoded_base64, made_item
 from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Asked, Response
@@ -40,6 +40,7 @@ class Session:
         limits: its bounds.
         outbox: where its events go.
         smart_turn: tells whether a sentence is finished.
+        transcription_prompt: asks for the words of a sound.
         models: names that `model` may have.
         given: configuration that a client secret holds.
         model: name of the model that the client asked for.
@@ -52,6 +53,7 @@ class Session:
         outbox: Outbox,
         *,
         smart_turn: SmartTurn,
+        transcription_prompt: str,
         models: tuple[str, ...],
         given: Mapping[str, Any],
         model: str,
@@ -66,7 +68,7 @@ class Session:
         self._given = merged(first, given)
         self._config = self._answers.config = checked_config(self._given, models)
         self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
-        self._transcriber = Transcriber(servers, outbox)
+        self._transcriber = Transcriber(servers, outbox, transcription_prompt)
         self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
@@ -192,7 +194,7 @@ class Session:
             raise bad_request(said, param="item.content", code="item_too_large")
         self._add(item, event.previous_item_id)
 
-    def _add(self, item: Item, after: str | None) -> None:
+    def _add(self, item: AnyItem, after: str | None) -> None:
         self._items.put(item, after)
         before = self._items.before(item)
         self._put(server_event("conversation.item.added", previous_item_id=before, item=item.told()))
@@ -205,8 +207,10 @@ class Session:
 
     def _truncate(self, event: events.ItemTruncate) -> None:
         item = self._items.find(event.item_id)
+        if not isinstance(item, Item):
+            raise bad_request("'item_id' names no message: only the assistant's speech is truncated.", param="item_id")
         active = self._answers.active
-        if active is not None and active.item is item:
+        if active is not None and item in active.output:
             # Its end would otherwise come after its cut.
             self._answers.cancel(active.response_id, "client_cancelled")
         item.truncate(event.content_index, event.audio_end_ms)
@@ -216,12 +220,12 @@ class Session:
     def _delete(self, event: events.ItemDelete) -> None:
         item = self._items.find(event.item_id)
         active = self._answers.active
-        if active is not None and active.item is item:
+        if active is not None and item in active.output:
             said = f"The item {item.item_id} belongs to a response that is under way: cancel it, then delete the item."
             raise bad_request(said, param="item_id", code="item_in_use")
         self._answers.drop([item])
 
-    async def _made(self, given: events.GivenItem) -> Item:
+    async def _made(self, given: events.GivenItem) -> AnyItem:
         """An item as it was given; sound and pictures of megabytes take long enough to hold others up."""
         return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format))
 
@@ -232,7 +236,7 @@ class Session:
         self._stop_idle()
         self._respond(event.response, given)
 
-    def _respond(self, asked: events.ResponseParameters, given: list[Item] | None = None) -> None:
+    def _respond(self, asked: events.ResponseParameters, given: list[AnyItem] | None = None) -> None:
         config, output = self._config, self._config.audio.output
         own_length = "max_output_tokens" in asked.model_fields_set
         wanted = Asked(
@@ -245,10 +249,15 @@ class Session:
             metadata=asked.metadata,
             given=given,
             in_conversation=asked.conversation == "auto",
+            tools=asked.tools if "tools" in asked.model_fields_set else config.tools,
+            tool_choice=asked.tool_choice if "tool_choice" in asked.model_fields_set else config.tool_choice,
+            parallel_tool_calls=(
+                config.parallel_tool_calls if asked.parallel_tool_calls is None else asked.parallel_tool_calls
+            ),
         )
         self._answers.create(Response(wanted, self._items, self._conversation_id, self._put))
 
-    async def _given_item(self, given: events.GivenItem) -> Item:
+    async def _given_item(self, given: events.GivenItem) -> AnyItem:
         """An item of a response's own input, or one of the conversation that it names."""
         if given.type == "item_reference":
             return self._items.find(given.id or "", "response.input")

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
-from triton_omni_client import Info, Media, OmniClientError, Request, TextDelta
+from triton_omni_client import Info, OmniClientError, TextDelta
 from triton_omni_gateway.errors import GatewayError, Told, broken
 from triton_omni_gateway.replies import usage
+from triton_omni_gateway.transcription import listening_request
 
 from .config import Json, Transcription
 from .events import server_event
@@ -19,7 +20,6 @@ from .items import Item
 from .outbox import Outbox
 from .servers import Servers
 
-TRANSCRIPTION_PROMPT: Final = "Write down what is said, word by word."
 PRIORITY: Final = 1
 """After the replies, whose callers wait."""
 _EVENT = "conversation.item.input_audio_transcription"
@@ -32,10 +32,11 @@ class Transcriber:
     Args:
         servers: who is asked.
         outbox: where its events go.
+        prompt: of the deployment, which asks for the words of a sound.
     """
 
-    def __init__(self, servers: Servers, outbox: Outbox) -> None:
-        self._servers, self._outbox = servers, outbox
+    def __init__(self, servers: Servers, outbox: Outbox, prompt: str) -> None:
+        self._servers, self._outbox, self._prompt = servers, outbox, prompt
         self._one = asyncio.Semaphore(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -66,7 +67,9 @@ class Transcriber:
 
     async def _stream(self, item: Item, asked: Transcription) -> None:
         content, info = item.content[0], None
-        async with self._servers.stream(_request(heard_wav(content.data), asked, item.item_id)) as stream:
+        prompt = "\n\n".join([self._prompt, *_hints(asked)])
+        request = listening_request(heard_wav(content.data), prompt, item.item_id, priority=PRIORITY)
+        async with self._servers.stream(request) as stream:
             async for delta in stream:
                 if isinstance(delta, TextDelta):
                     content.text += delta.text
@@ -84,13 +87,7 @@ class Transcriber:
         self._outbox.put(server_event(f"{_EVENT}.{kind}", item_id=item.item_id, content_index=0, **fields))
 
 
-def _request(wav: bytes, asked: Transcription, label: str) -> Request:
-    text = "\n\n".join(_prompt(asked))
-    return Request.ask(text, [Media("audio", wav)], modalities=("text",), priority=PRIORITY, request_id=label)
-
-
-def _prompt(asked: Transcription) -> Iterator[str]:
-    yield TRANSCRIPTION_PROMPT
+def _hints(asked: Transcription) -> Iterator[str]:
     if asked.language:
         yield f"The language is {asked.language}."
     if asked.prompt:
