@@ -27,7 +27,7 @@ RESTRICTED = {
 }
 """Files that may import one of these: for unpicklers of plain values or media alone, which have their own tests."""
 DEVELOPMENT = ROOT / "requirements" / "dev.in"
-BROUGHT_BY_VLLM = {"httpx", "nvidia-ml-py", "openai"}
+NEEDED_BY_SERVING = {"httpx", "nvidia-ml-py", "openai", "soundfile"}
 """Development packages that serving needs too."""
 BY_VERSION_ALONE = {"torch", "torchvision"}
 """Every index has its own builds of these."""
@@ -35,7 +35,7 @@ BY_VERSION_ALONE = {"torch", "torchvision"}
 
 def test_there_is_something_to_look_at() -> None:
     assert len(SOURCES) > 150
-    assert len(LOCKS) == 8
+    assert len(LOCKS) == 9
 
 
 def test_the_image_is_built_on_a_triton_that_no_known_request_ends() -> None:
@@ -116,7 +116,7 @@ def test_the_image_installs_no_development_tool() -> None:
     """Neither does a CPU's lock hold one, which is the GPU's with another build of vLLM."""
     installed = [ROOT / name for name in re.findall(r"requirements/\w+\.lock", DOCKERFILE.read_text(encoding="utf-8"))]
     assert ROOT / "requirements" / "gpu.lock" in installed
-    tools = {entry.lower() for entry in packages(DEVELOPMENT)} - BROUGHT_BY_VLLM
+    tools = {entry.lower() for entry in packages(DEVELOPMENT)} - NEEDED_BY_SERVING
     assert tools >= {"hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "types-pyyaml"}
     for lock in [*installed, ROOT / "requirements" / "cpu.lock"]:
         assert not tools & names(lock), lock.name
