@@ -77,7 +77,7 @@ def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
     greeting, story, answer = told["greeting"], told["story"], told["answer"]
     assert (greeting["interrupted"], story["interrupted"], answer["interrupted"]) == (False, True, False)
     assert SHORTEST < greeting["seconds"] < LONGEST
-    assert story["text"].startswith("Once upon a time")
+    assert story["text"]
     assert 0 < story["seconds"] < WHOLE_STORY / 2
     gateway.wait_for_metric(LEFT_SPEECH, left + 1)
     assert answer["text"] == SKY
