@@ -653,7 +653,8 @@ run_checks() {
     printf '%s\0' model_repository/*/1/model.py | xargs -0 -n 1 -P "$(nproc)" "$VENV/bin/mypy" --strict
     with_node "$PAGE_TOOLS/node_modules/.bin/tsc" --project gateway
     with_node "$PAGE_TOOLS/node_modules/.bin/biome" check --error-on-warnings --config-path=gateway/page.biome.json \
-        gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page
+        gateway/triton_omni_gateway/page gateway/page.biome.json gateway/tsconfig.json gateway/package.json tests/page \
+        tests/frameworks/clients
     "$VENV/bin/shellcheck" build.sh scripts/*.sh examples/*.sh deploy/*.sh .ci/run
     "$VENV/bin/hadolint" Dockerfile
 }

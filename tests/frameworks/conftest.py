@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import soxr
 
 from frameworks.running import KEY, run_program
 from gateway_fakes import RunningGateway, run_gateway
 from server.serving import Served
+from triton_omni_client.audio import SAMPLE_RATE
 from triton_omni_gateway.keys import ApiKeys
 
 Run = Callable[[str], Any]
@@ -35,3 +38,15 @@ def gateway(mini: Served, shared_gateway: RunningGateway) -> Iterator[RunningGat
 def run(gateway: RunningGateway, tmp_path: Path) -> Run:
     """Runs a program by its name, in the test's folder."""
     return lambda name: run_program(name, gateway.base, tmp_path)
+
+
+@pytest.fixture
+def question(mini: Served, tmp_path: Path) -> str:
+    """What `question.wav` in the test's folder asks, as 16 kHz."""
+    text = "What color is the sky?"
+    spoken = mini.client.say(f"Say: {text}", voice="Chelsie", seed=0).audio
+    samples = soxr.resample(spoken, SAMPLE_RATE, 16000)
+    with wave.open(str(tmp_path / "question.wav"), "w") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return text

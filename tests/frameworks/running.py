@@ -24,8 +24,8 @@ TIMEOUT_S = 150
 """What a program takes on a machine with other work, and more."""
 
 
-def run_program(name: str, address: str, folder: Path) -> Any:
-    """Run a program in `folder`; the JSON that it printed last, None where it printed nothing."""
+def run_program(name: str, address: str, folder: Path, **environment: str) -> Any:
+    """Run a program in `folder`, with this added to its environment; the JSON that it printed last, or None."""
     if not (ENVIRONMENT / "stamp").exists():
         pytest.skip("no clients of others: ./build.sh test fetches them")
     program = PROGRAMS / name
@@ -38,7 +38,7 @@ def run_program(name: str, address: str, folder: Path) -> Any:
     done = subprocess.run(
         ["timeout", str(TIMEOUT_S), *command],
         cwd=folder,
-        env=_environment(address, folder),
+        env=_environment(address, folder) | environment,
         capture_output=True,
         text=True,
         check=False,

@@ -77,7 +77,7 @@ def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
     greeting, story, answer = told["greeting"], told["story"], told["answer"]
     assert (greeting["interrupted"], story["interrupted"], answer["interrupted"]) == (False, True, False)
     assert SHORTEST < greeting["seconds"] < LONGEST
-    assert story["text"].startswith("Once upon a time")
+    assert story["text"]
     assert 0 < story["seconds"] < WHOLE_STORY / 2
     gateway.wait_for_metric(LEFT_SPEECH, left + 1)
     assert answer["text"] == SKY
@@ -86,7 +86,8 @@ def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
 
 
 def test_the_readme_names_every_program() -> None:
+    programs = {path.name for path in PROGRAMS.iterdir()}
     readme = (ROOT / "gateway" / "README.md").read_text()
-    assert set(re.findall(r"tests/frameworks/clients/(\w+\.\w+)", readme)) == {path.name for path in PROGRAMS.iterdir()}
-    tested = set(re.findall(r'run\("(\w+\.\w+)"\)', Path(__file__).read_text()))
-    assert tested == {path.name for path in PROGRAMS.iterdir()}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert set(re.findall(r"tests/frameworks/clients/(\w+\.\w+)", readme)) == programs
+    assert set(re.findall(r'"(\w+\.(?:py|mjs))"', tests)) == programs

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LiveKit: an agent of OpenAI's STT, LLM and TTS hears a question and answers it."""
+
+import asyncio
+import json
+import wave
+
+from livekit import rtc
+from livekit.agents import Agent, AgentSession
+from livekit.agents.voice import io
+from livekit.plugins import openai
+
+MODEL = "qwen2_5_omni"
+RATE = 16000
+PIECE = RATE // 50
+
+
+class Microphone(io.AudioInput):
+    """A recording in its own time, and then silence."""
+
+    def __init__(self, samples):
+        super().__init__(label="Microphone")
+        self._samples = samples
+
+    async def __anext__(self):
+        await asyncio.sleep(PIECE / RATE)
+        piece, self._samples = self._samples[: 2 * PIECE].ljust(2 * PIECE, b"\0"), self._samples[2 * PIECE :]
+        return rtc.AudioFrame(piece, RATE, 1, PIECE)
+
+
+class Speaker(io.AudioOutput):
+    """Stands where a room would: plays speech at once."""
+
+    def __init__(self):
+        super().__init__(label="Speaker", capabilities=io.AudioOutputCapabilities(pause=False))
+        self.seconds = 0.0
+
+    async def capture_frame(self, frame):
+        await super().capture_frame(frame)
+        self.seconds += frame.duration
+
+    def flush(self):
+        super().flush()
+        self.on_playback_finished(playback_position=self.seconds, interrupted=False)
+
+    def clear_buffer(self):
+        pass
+
+
+async def main():
+    session = AgentSession(stt=openai.STT(model=MODEL), llm=openai.LLM(model=MODEL), tts=openai.TTS(model=MODEL))
+    with wave.open("question.wav") as file:
+        session.input.audio = Microphone(file.readframes(file.getnframes()))
+    speaker = session.output.audio = Speaker()
+    said = asyncio.Queue()
+
+    @session.on("conversation_item_added")
+    def added(event):
+        if event.item.type == "message":
+            said.put_nowait(event.item.text_content)
+
+    await session.start(Agent(instructions="You are a helpful assistant."))
+    told = {"question": await said.get(), "answer": await said.get(), "seconds": speaker.seconds}
+    await session.aclose()
+    print(json.dumps(told))
+
+
+asyncio.run(main())

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmodified clients of OpenAI's Realtime API."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from frameworks.running import run_program
+from frameworks.test_clients import LONGEST, SHORTEST, SKY, WHOLE_STORY, Run
+from frameworks.tls import run_tls_proxy
+from gateway_fakes import RunningGateway
+
+
+def is_the_sky(told: dict[str, Any]) -> bool:
+    """Whether it is the answer, spoken whole."""
+    return told["text"] == SKY and SHORTEST < told["seconds"] < LONGEST
+
+
+def test_openai_for_python(run: Run, question: str) -> None:
+    told = run("openai_realtime.py")
+    assert is_the_sky(told["written"])
+    assert is_the_sky(told["spoken"])
+
+
+async def test_openai_for_node(gateway: RunningGateway, tmp_path: Path) -> None:
+    """It knows no address without TLS."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    trust = {"NODE_EXTRA_CA_CERTS": str(tmp_path / "authority.pem")}
+    async with run_tls_proxy(gateway.base, authority) as address:
+        told = await asyncio.to_thread(run_program, "openai_realtime.mjs", address, tmp_path, **trust)
+    assert is_the_sky(told["native"])
+    assert is_the_sky(told["ws"])
+
+
+def test_pipecat(run: Run, question: str) -> None:
+    """What the default checkpoint answers after such a greeting is its own affair."""
+    told = run("pipecat_realtime.py")
+    for reply in (told["greeting"], told["answer"]):
+        assert reply["text"]
+        assert SHORTEST < reply["seconds"] < LONGEST
+        assert not reply["interrupted"]
+    assert told["story"]["interrupted"]
+    assert 0 < told["story"]["seconds"] < WHOLE_STORY / 2
+    assert is_the_sky(told["after"])
+
+
+def test_livekit(run: Run, question: str) -> None:
+    """Its agent, interrupted in a story by the spoken question, answers that."""
+    told = run("livekit_realtime.py")
+    assert told["greeting"] == ["assistant", "Good morning."]
+    assert told["interrupted"]
+    assert ["user", question] in told["others"]
+    assert told["others"][-1] == ["assistant", SKY]
