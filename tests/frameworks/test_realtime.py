@@ -7,10 +7,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trustme
 
 from frameworks.running import run_program
 from frameworks.test_clients import LONGEST, SHORTEST, SKY, WHOLE_STORY, Run
+from frameworks.test_tools import CITIES
 from frameworks.tls import run_tls_proxy
 from gateway_fakes import RunningGateway
 
@@ -56,3 +58,11 @@ def test_livekit(run: Run, question: str) -> None:
     assert told["interrupted"]
     assert ["user", question] in told["others"]
     assert told["others"][-1] == ["assistant", SKY]
+
+
+@pytest.mark.parametrize("program", ["openai_realtime_tools.py", "livekit_realtime_tools.py"])
+def test_tools(run: Run, program: str) -> None:
+    told = run(program)
+    assert len(told["cities"]) == 1
+    assert told["cities"][0] in CITIES
+    assert told["answer"]
