@@ -180,7 +180,7 @@ def _values(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is tuple:
         return f"list of {_values(arguments[0], [])}" + (", not empty" if _limit(metadata, MinLen) else "")
     if origin is dict:
-        return "mapping of names to plans"
+        return "mapping of names to values; see `stage.yaml`"
     if origin is not None:  # a union with None
         return ", ".join(_values(part, metadata) if part is not type(None) else "`null`" for part in arguments)
     names = {bool: "boolean", int: "integer", float: "number", str: "text"}

@@ -18,6 +18,7 @@ _BOTH: Mapping[str, str] = {
     "sampling_parameters.thinker": "",
     # A later stage names a key without its path.
     "seed": "seed",
+    "preset": "token2wav.preset",
     "solver": "token2wav.solver",
     "num_steps": "token2wav.num_steps",
     "guidance_scale": "token2wav.guidance_scale",

@@ -465,6 +465,19 @@ def test_seed_and_voice_change_the_waveform(engine: Token2WavEngine) -> None:
     assert not torch.allclose(first, waveform(drain(engine)), atol=1e-3)
 
 
+def test_a_preset_gives_what_its_values_give(engine: Token2WavEngine) -> None:
+    codes, sounds = some_codes(20), []
+    for options in (StreamOptions(preset="fast"), StreamOptions(num_steps=4), StreamOptions(preset="reference")):
+        engine.open("a", VOICE, 1, options)
+        engine.feed("a", codes)
+        engine.end("a")
+        sounds.append(waveform(drain(engine)))
+    assert_repeats(sounds[0], sounds[1])
+    assert not torch.allclose(sounds[0], sounds[2], atol=1e-3)
+    with pytest.raises(BadRequest, match=r"preset: 'best' is not one of \['fast', 'reference'\]"):
+        engine.open("b", VOICE, 1, StreamOptions(preset="best"))
+
+
 @pytest.mark.parametrize("fed", [0, 10, 50])
 def test_abort_leaves_nothing(engine: Token2WavEngine, fed: int) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)

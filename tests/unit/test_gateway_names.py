@@ -96,6 +96,7 @@ SCHEMA = "response_format.json_schema.schema"
             "talker.min_tokens: 2 is over talker.max",
         ),
         ({"token2wav": {"num_steps": 1}}, "token2wav.num_steps", "token2wav.num_steps: "),
+        ({"token2wav": {"preset": ""}}, "token2wav.preset", "token2wav.preset: "),
         ({"priority": 101}, "priority", "priority: "),
         ({"timeout": 1e300}, "timeout", "timeout: 1e+300 is over"),
         ({"talker": {"x": "y" * 300_000}}, None, "the request without its 'messages': 300"),

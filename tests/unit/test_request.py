@@ -80,7 +80,7 @@ def test_defaults_are_those_of_the_reference_and_of_the_deployment():
     talker = request.talker
     assert (talker.temperature, talker.top_p, talker.top_k, talker.repetition_penalty) == (0.9, 0.8, 40, 1.05)
     assert request.token2wav.model_dump() == dict.fromkeys(
-        ("solver", "num_steps", "guidance_scale", "mode", "max_lead_s")
+        ("preset", "solver", "num_steps", "guidance_scale", "mode", "max_lead_s")
     )
 
 

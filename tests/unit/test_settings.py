@@ -205,6 +205,19 @@ def test_a_plan_that_is_not_listed_is_refused(load):
         load("plan: fast", Token2WavSettings)
 
 
+def test_a_preset_that_is_not_listed_is_refused(load):
+    with pytest.raises(SettingsError, match=r"preset 'best' is not in presets: \['fast', 'reference'\]"):
+        load("preset: best", Token2WavSettings)
+
+
+def test_a_preset_goes_before_the_diffusion_and_after_what_is_chosen(load):
+    settings = load("{diffusion: {num_steps: 20, guidance_scale: 1}, preset: fast}", Token2WavSettings)
+    assert settings.diffusion_of(None, {}).points == settings.diffusion_of("fast", {}).points == 4
+    assert settings.diffusion_of("reference", {}).points == 20
+    assert settings.diffusion_of("fast", {"num_steps": 7}).points == 7
+    assert settings.diffusion_of("fast", {}).guidance == 1
+
+
 def test_a_first_chunk_without_sound_is_refused(load):
     plan = "plans: {balanced: {chunk_blocks: [1], look_ahead_blocks: 0, vocoder_context_frames: 24}}"
     with pytest.raises(SettingsError, match="vocoder_context_frames 24 leaves no sound of the first chunk"):

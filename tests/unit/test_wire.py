@@ -228,6 +228,7 @@ OUT_OF_RANGE = {
     "session.talker.presence_penalty": [-2.1, 2.1],
     "session.talker.frequency_penalty": [-2.1, 2.1],
     "session.talker.seed": [-1],
+    "session.token2wav.preset": ["", "x" * 65],
     "session.token2wav.solver": ["heun"],
     "session.token2wav.num_steps": [1, 65],
     "session.token2wav.guidance_scale": [-0.1, 10.1, float("nan")],

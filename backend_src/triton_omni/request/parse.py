@@ -113,6 +113,7 @@ def _sampling(options: dict[str, Any], seed: int, limit: int) -> Sampling:
 class Token2WavOptions(StrictModel):
     """How codes become a waveform; None = what the deployment's `stage.yaml` says."""
 
+    preset: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     solver: Solver | None = None
     num_steps: Annotated[int, Field(ge=2, le=64)] | None = None
     guidance_scale: Annotated[float, Field(ge=0, le=10)] | None = None

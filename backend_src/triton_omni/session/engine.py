@@ -369,6 +369,7 @@ class TalkerEngine(FedEngine, Protocol):
 class StreamOptions:
     """How one stream is made into sound; None = the stage's setting."""
 
+    preset: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     solver: Literal["rk4", "euler"] | None = None
     num_steps: Annotated[int, Meta(ge=2, le=64)] | None = None
     guidance_scale: Annotated[float, Meta(ge=0, le=10)] | None = None

@@ -63,8 +63,8 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
         fused, vocoder = FusedDiT(dit, dtype), FusedVocoder(networks.vocoder, dtype)
         past = past_pool(dit, settings, dtype)
         if settings.cuda_graphs:
-            pool, flow = GraphPool(), FlowOptions.of(settings.diffusion)
-            kinds = [(flow.solver, flow.guided)]
+            pool, flows = GraphPool(), [FlowOptions.of(settings.diffusion_of(name, {})) for name in settings.presets]
+            kinds = sorted({(flow.solver, flow.guided) for flow in flows})
             solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
             shapes = vocoder_shapes(settings, networks)
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
@@ -77,8 +77,8 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
 
 
 def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> WindowCachePool:
-    """Allocate window caches for `max_streams` streams that use the default `diffusion`."""
-    return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion).pages, dtype)
+    """Allocate window caches for `max_streams` streams that use the default preset."""
+    return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion_of(None, {})).pages, dtype)
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:

@@ -201,8 +201,11 @@ class Token2WavEngine:
     def _diffusion(self, options: StreamOptions) -> DiffusionSettings:
         asked = ((name, getattr(options, name)) for name in ("solver", "num_steps", "guidance_scale"))
         chosen = {name: value for name, value in asked if value is not None}
+        if options.preset is not None and options.preset not in self._settings.presets:
+            known = sorted(self._settings.presets)
+            raise BadRequest(f"preset: {options.preset!r} is not one of {known}", stage="token2wav")
         try:
-            return DiffusionSettings.model_validate(self._settings.diffusion.model_dump() | chosen)
+            return self._settings.diffusion_of(options.preset, chosen)
         except ValidationError as error:
             raise BadRequest(describe_validation(error, DiffusionSettings), stage="token2wav") from error
 
