@@ -91,7 +91,7 @@ REFUSED: Mapping[str, tuple[Inputs, str]] = {
     "an hour's deadline and more": (with_parameters('{"timeout": 1e9}'), "sampling_parameters.timeout"),
     "a voice of a path": (with_parameters('{"voice": "../../etc/passwd"}'), "sampling_parameters.voice"),
     "a key given twice": (with_parameters('{"seed": 1, "seed": 2}'), "key 'seed' is given twice"),
-    "a role of nobody's": (with_messages([{"role": "tool", "content": "a"}]), "messages[0].role"),
+    "a role of nobody's": (with_messages([{"role": "nobody", "content": "a"}]), "messages[0].role"),
     "a file": (with_url("file:///etc/passwd"), "fetches and opens nothing"),
     "a path": (with_url("../../../etc/passwd"), "fetches and opens nothing"),
     "a metadata service": (with_url("http://169.254.169.254/latest/meta-data"), "fetches and opens nothing"),
