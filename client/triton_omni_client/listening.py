@@ -41,7 +41,7 @@ TurnT = TypeVar("TurnT")
 
 
 class AsyncSource(Protocol):
-    """Who takes hints: `AsyncOmniClient`, or what stands in front of several servers."""
+    """A taker of hints: `AsyncOmniClient`, or an object in front of several servers."""
 
     def stream(self, request: Request, *, retry: Retry | None = None) -> AsyncDeltaIterator:
         """Send a request; its deltas come by iterating over the result."""

@@ -16,7 +16,7 @@ class ToolCallDelta:
     index: int
     """Number of the call in its reply, from 0; pieces of one follow all those of the one before."""
     id: str | None = None
-    """Of the call; in its first piece alone, as its `name`."""
+    """Id of the call; only its first piece has `id` and `name`."""
     name: str | None = None
     arguments: str = ""
     """The next characters of the arguments, which are JSON."""

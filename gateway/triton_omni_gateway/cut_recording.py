@@ -36,7 +36,7 @@ CODECS: Final = (
 )
 """FFmpeg's decoders that are used: those of the Triton server."""
 LEAST_SECONDS: Final = 0.1
-"""Of a recording, and of each of its windows."""
+"""Shortest recording, and shortest window of one."""
 _MEMORY_BYTES: Final = 256 << 20
 """Memory beside the file, which lies in memory that both processes share."""
 _QUIET_SAMPLES: Final = RATE // 5

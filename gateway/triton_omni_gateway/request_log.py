@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's one line in the log tells: who asked for what, how and why it ended, and how long it took."""
+"""One line of the log for each request: who asked for what, how and why it ended, and how long it took."""
 
 from __future__ import annotations
 

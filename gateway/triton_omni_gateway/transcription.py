@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the thinker to write speech down, and what is answered, in OpenAI's words. Pure.
+"""Requests to the thinker that write speech down, and answers in OpenAI's words. Pure.
 
 The thinker alone does it: it hears a sound beside a prompt that asks for its words.
 """
@@ -48,7 +48,7 @@ def listening_request(
 
 @dataclass(frozen=True)
 class Segment:
-    """What was said in one window of a recording."""
+    """The words of one window of a recording."""
 
     begin: float
     """Seconds from the recording's begin, as `end`."""

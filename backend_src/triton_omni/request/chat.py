@@ -134,7 +134,7 @@ class _Turn(StrictModel):
     content: object = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_CALLS)] = Field(default_factory=list)
     tool_call_id: str | None = None
-    """Of a tool's result; the model reads results in the order of their calls."""
+    """The call that a tool's result belongs to; the model reads results in the order of their calls."""
 
 
 def chat_of_text(raw: bytes, media: Sequence[bytes], limits: RequestLimits) -> tuple[Message, ...]:

@@ -244,7 +244,7 @@ class OmniRequest:
 
     @property
     def tool_rules(self) -> ToolRules | None:
-        """What the reply may call; None = nothing is known of calls."""
+        """The functions that the reply may call; None = the request has neither tools nor calls."""
         return None if self.tools is None else self.tools.rules
 
     @property

@@ -24,7 +24,7 @@ _AFTER: Final = (
 
 
 def listed(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What follows the system prompt: each tool, and how it is called; empty where there are none."""
+    """Return the text after the system prompt: each tool, and how it is called; empty where there are none."""
     return "".join((_BEFORE, *(f"\n{_as_jinja(tool)}" for tool in tools), _AFTER)) if tools else ""
 
 

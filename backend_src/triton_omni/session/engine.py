@@ -57,7 +57,7 @@ class CallPiece:
     index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)]
     """Number of the call in its reply."""
     id: Annotated[str, Meta(max_length=64)] | None = None
-    """Of the call; in its first piece alone, as its `name`."""
+    """Id of the call; only its first piece has `id` and `name`."""
     name: Annotated[str, Meta(max_length=64)] | None = None
     arguments: str = ""
     """The next characters of the arguments, which are JSON."""

@@ -213,7 +213,7 @@ class OpenSession:
         if output.rows is not None:
             self.send_queue.put(output.rows, output.rows_ready)
         if output.rows_done:
-            # What is said before a call is spoken to its end while the call is written.
+            # The talker speaks the text before a call to its end while the call is written.
             self.send_queue.finish_tensors()
         if output.finish_reason is not None:
             self._finish_reply(output.finish_reason, output.stop_string)

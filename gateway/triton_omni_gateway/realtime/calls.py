@@ -49,7 +49,7 @@ class CallItem:
 
 @dataclass(eq=False)
 class OutputItem:
-    """What a call of a function gave."""
+    """The output of a function call."""
 
     call_id: str
     output: str

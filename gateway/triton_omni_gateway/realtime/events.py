@@ -136,7 +136,7 @@ class ResponseCancel(ClientEvent):
 
 
 class _Typed(Strict):
-    """What is read of an event before its type is known."""
+    """The part of an event that is read before its type is known."""
 
     model_config: ClassVar[Any] = {"extra": "ignore"}
 

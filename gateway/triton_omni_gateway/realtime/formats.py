@@ -26,7 +26,7 @@ _CODECS: Final[dict[str, Literal["pcm_mulaw", "pcm_alaw"]]] = {"audio/pcmu": "pc
 
 
 def heard_wav(pcm: bytes) -> bytes:
-    """What is heard as a WAV file."""
+    """Return PCM16 of the user's speech as a WAV file."""
     return wav_header(len(pcm) // 2, HEARD_RATE) + pcm
 
 

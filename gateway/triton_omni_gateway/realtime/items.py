@@ -29,7 +29,7 @@ _OF_ROLE = {
     "assistant": ("output_text", "text", "output_audio"),
 }
 _VALUE = {"input_audio": "audio", "input_image": "image_url", "output_audio": "transcript"}
-"""Which key has the value of a part; `text` has that of others."""
+"""The key that has the value of a part; `text` has that of others."""
 _MEDIA = ("input_audio", "input_image")
 _TEXT_BYTES_A_TOKEN, _AUDIO_TOKENS_A_SECOND, _IMAGE_TOKENS, _ITEM_TOKENS = 3, 25, 1300, 5
 """For estimates of a prompt's length; an image has up to so many where it has a megapixel."""
@@ -41,7 +41,7 @@ class Content:
 
     kind: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
     text: str = ""
-    """What is written or was said; of an `input_audio` its transcript, which the model is not told."""
+    """Written or spoken text; for `input_audio` the transcript, which the model does not see."""
     data: bytes = field(default=b"", repr=False)
     """PCM16 at 16 kHz of an `input_audio`, the file of an `input_image`."""
     seconds: float = 0.0

@@ -14,11 +14,11 @@ from triton_omni_gateway.errors import stopping
 from .events import error_event, written
 
 _LINGER_S = 2.0
-"""For what was sent to arrive, after the application has ended."""
+"""Seconds for what was sent to arrive, after the application has ended."""
 
 
 _logger = logging.getLogger("uvicorn.error.sockets")
-"""Of uvicorn and websockets, less what they say of each connection: the gate has a line for it."""
+"""Warnings of uvicorn and websockets; the gate has a line for each connection."""
 _logger.setLevel(logging.WARNING)
 
 

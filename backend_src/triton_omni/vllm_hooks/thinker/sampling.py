@@ -52,7 +52,7 @@ def to_parameters(sampling: Sampling, ends: Sequence[int]) -> CheckedParams:
 
 
 def _structure(sampling: Sampling) -> StructuredOutputsParams | None:
-    """What the reply is held to; None = nothing."""
+    """Return the constraint on the reply; None = there is none."""
     if sampling.tools is not None:
         return StructuredOutputsParams(grammar=tool_grammar(sampling.tools, sampling.json_schema))
     return None if sampling.json_schema is None else StructuredOutputsParams(json=sampling.json_schema)

@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
     """The key at fault, below the schema; empty = not a single one."""
     is_too_costly: bool = False
     number: int = 0
-    """Of the schemas tried together the first at fault."""
+    """Number of the first schema at fault, of those tried together."""
 
 
 def try_schemas(schemas: Sequence[str]) -> Verdict:

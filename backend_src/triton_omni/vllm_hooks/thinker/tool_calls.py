@@ -13,14 +13,14 @@ class Told(NamedTuple):
     """What a step's text tells."""
 
     text: str = ""
-    """To be said."""
+    """Text to be said."""
     calls: tuple[CallPiece, ...] = ()
 
 
 class CallReader:
     """Divides one reply into what is said and what is called.
 
-    What could begin the mark of a call is kept back until it is known; nothing after the mark is said.
+    The reader keeps text back as long as it may begin the mark of a call. Nothing after the mark is said.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grammar of a reply that may call functions, in llguidance's dialect of Lark. Pure.
 
-A call is `<tool_call>`, a line of JSON, `</tool_call>`, as Qwen2.5 was trained to write it. What stands before the
-first one is text without that mark. vLLM's structural tags say less: they neither force a call nor bound their number.
+A call is `<tool_call>`, a line of JSON, `</tool_call>`, as Qwen2.5 was trained to write it. Text before the
+first one has no such mark. vLLM's structural tags say less: they neither force a call nor bound their number.
 """
 
 from __future__ import annotations
