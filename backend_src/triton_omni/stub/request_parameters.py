@@ -2,8 +2,8 @@
 """The parameters of a Triton request beside its inputs: anybody's pass, but for those that were meant as inputs.
 
 To Triton's `/generate` every field that is no input is a parameter, and so is all in its field `parameters`. The
-thinker's sampling keys are taken from there, as vLLM's backend does it. Those of other stages are refused by name, since they
-would change nothing. Other names may belong to a proxy or a tracer.
+thinker's sampling keys are taken from there, as vLLM's backend does it. Those of other stages are refused by name,
+since they would change nothing. Other names may belong to a proxy or a tracer.
 """
 
 from __future__ import annotations
