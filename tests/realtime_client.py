@@ -99,13 +99,16 @@ class Talk:
 
 
 @asynccontextmanager
-async def talk(base: str, key: str = "any", model: str = MODEL, **session: Any) -> AsyncIterator[Talk]:
+async def talk(
+    base: str, key: str = "any", model: str = MODEL, intent: str = "", **session: Any
+) -> AsyncIterator[Talk]:
     """A session with a gateway, configured; without a configuration it is as it began."""
     async with (
         openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, timeout=TIMEOUT_S) as client,
         client.realtime.connect(
             model=model,
             max_retries=0,
+            extra_query={"intent": intent},
             # Or it would not see the end of a connection whose events are not all taken, and wait for ten seconds.
             websocket_connection_options={"max_queue": None},
         ) as connection,

@@ -52,6 +52,7 @@ class Answers:
         items: the conversation.
         outbox: where its events go.
         ended: called with each response of the conversation at its end.
+        dropped: called with each item that is taken out of the conversation.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Answers:
         limits: RealtimeLimits,
         items: Items,
         outbox: Outbox,
+        *,
         ended: Callable[[Response], None],
+        dropped: Callable[[AnyItem], None],
     ) -> None:
         self._servers, self._limits, self._items = servers, limits, items
-        self._put, self._room, self._ended = outbox.put, outbox.room, ended
+        self._put, self._room, self._ended, self._dropped = outbox.put, outbox.room, ended, dropped
         self._salt = secrets.token_urlsafe(24)
         self._server_limits: Mapping[str, Any] = {}
         self._tasks: dict[Response, asyncio.Task[None]] = {}
@@ -255,3 +258,4 @@ class Answers:
         for item in list(items):
             self._items.remove(item)
             self._put(server_event("conversation.item.deleted", item_id=item.item_id))
+            self._dropped(item)
