@@ -63,7 +63,7 @@ async def test_turns_are_found_and_written_down(triton: FakeTriton, gateway: Run
     (request,) = triton.requests
     assert "priority" not in parameters_of(request)
     text = chat_of(request)[-1]["content"][-1]["text"]
-    assert text.endswith("\n\nThe language is one of: en, de.\n\nThese words may be said: sea.")
+    assert text == "Write down what is said, word by word.\n\nThese words may be said: sea."
 
 
 async def test_turns_that_the_client_ends(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -84,7 +84,10 @@ TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
 class Transcription(Strict):
-    """Ask for the text of what the user says; `model` may have any name, since the thinker writes it."""
+    """Ask for the text of what the user says.
+
+    `model` may have any name, since the thinker writes it; the languages and `delay` have no effect: it hears them.
+    """
 
     model: StrictStr | None = None
     language: StrictStr | None = None

@@ -165,13 +165,12 @@ class WrongEvent(GatewayError):
     event_id: str | None = None
 
 
-def read_event(text: str | bytes) -> ClientEvent:
+def read_event(body: bytes) -> ClientEvent:
     """An event as its type.
 
     Raises:
         WrongEvent: the message names the key, the value and what is allowed.
     """
-    body = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     event_id = None
     try:
         head = parse(_Typed, body)

@@ -94,10 +94,6 @@ class Transcriber:
 
 
 def _hints(asked: Transcription) -> Iterator[str]:
-    if asked.language:
-        yield f"The language is {asked.language}."
-    if asked.languages:
-        yield f"The language is one of: {', '.join(asked.languages)}."
     if asked.keywords:
         yield f"These words may be said: {', '.join(asked.keywords)}."
     if asked.prompt:

@@ -7,6 +7,7 @@ import wave
 
 from livekit import rtc
 from livekit.agents import Agent, AgentSession
+from livekit.agents.utils import http_context
 from livekit.agents.voice import io
 from livekit.plugins import openai
 
@@ -44,4 +45,10 @@ async def main():
     await session.aclose()
 
 
-asyncio.run(main())
+async def in_a_job():
+    """LiveKit's workers open this for each of their jobs."""
+    async with http_context.open():
+        await main()
+
+
+asyncio.run(in_a_job())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipecat: OpenAI's realtime STT service hears a question, whose end its own detection of turns finds, or the server's."""
+"""Pipecat: OpenAI's realtime STT service hears a question, whose end its own detector finds, or the server's."""
 
 import asyncio
 import json
