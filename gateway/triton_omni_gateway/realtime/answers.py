@@ -36,6 +36,16 @@ _NAMES: Final = FieldNames(
     "conversation",
     "the response",
 )
+_NOTHING_SAID: Final[list[Json]] = [
+    {
+        "role": "system",
+        "content": "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving "
+        "auditory and visual inputs, as well as generating text and speech.",
+    }
+]
+"""What an empty conversation is told as: a chat has at least one message, so this is what the server begins each with
+where it has no system prompt.
+"""
 _RETAINED = 0.8
 """Share that is kept of a conversation that is too long, where the client does not say."""
 _FOR_THE_REPLY = 0.1
@@ -90,7 +100,7 @@ class Answers:
         """Begin a response.
 
         Raises:
-            GatewayError: 400, another one is under way, or there is nothing to answer.
+            GatewayError: 400, another one is under way.
         """
         self._check_free(response)
         if response.asked.given is None:
@@ -162,15 +172,10 @@ class Answers:
         asked = response.asked
         items = list(self._items) if asked.given is None else asked.given
         messages, media = messages_of(items, asked.instructions)
-        if not messages:
-            raise bad_request(
-                "The conversation is empty: create an item, commit sound, or give 'instructions'.",
-                code="conversation_empty",
-            )
         thinker = {} if asked.max_output_tokens == "inf" else {"max_tokens": asked.max_output_tokens}
         tools = tool_fields(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         options = {"voice": asked.voice, "thinker": thinker, "request_id": response.response_id, **tools}
-        return self._with(messages, media, self._modalities(asked.modality), **options)
+        return self._with(messages or _NOTHING_SAID, media, self._modalities(asked.modality), **options)
 
     def _with(
         self, messages: list[Json], media: list[Media], modalities: tuple[Modality, ...], **options: Any
