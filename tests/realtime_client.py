@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import openai
 import soundfile
+from openai.types.realtime import RealtimeServerEvent
+from pydantic import TypeAdapter
 
 from client_fakes import INFO, chunk, final, inputs_of
 from gateway_fakes import MODEL, TIMEOUT_S
 
+EVENT: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
+"""Checks an event against OpenAI's types, which their client does not."""
 SPEECH = Path(__file__).parents[1] / "docs" / "images" / "reply.wav"
 
 MANUAL: dict[str, Any] = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -56,7 +60,7 @@ class Talk:
         """The next event of this type, and with these fields."""
         while True:
             try:
-                event = await asyncio.wait_for(self.connection.recv(), TIMEOUT_S)
+                event = EVENT.validate_json(await asyncio.wait_for(self.connection.recv_bytes(), TIMEOUT_S))
             except TimeoutError as error:
                 raise AssertionError(f"no {kind} after {self.types()}") from error
             self.seen.append(event)

@@ -68,7 +68,9 @@ def test_livekit_transcribes(run: Run, question: str) -> None:
     assert run("livekit_realtime_stt.py") == [question, SKY]
 
 
-@pytest.mark.parametrize("program", ["openai_realtime_tools.py", "livekit_realtime_tools.py"])
+@pytest.mark.parametrize(
+    "program", ["openai_realtime_tools.py", "pipecat_realtime_tools.py", "livekit_realtime_tools.py"]
+)
 def test_tools(run: Run, program: str) -> None:
     told = run(program)
     assert len(told["cities"]) == 1
