@@ -5,8 +5,6 @@ import asyncio
 import json
 import os
 
-from pipecat.adapters.schemas.function_schema import FunctionSchema
-from pipecat.adapters.schemas.tools_schema import ToolsSchema
 from pipecat.frames.frames import EndFrame, LLMRunFrame, LLMUpdateSettingsFrame
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineWorker
@@ -17,26 +15,37 @@ from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat.workers.runner import WorkerRunner
 
 MODEL = "qwen2_5_omni"
-CITY = {"city": {"type": "string", "enum": ["Paris", "Rome"]}}
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def properties(tool_choice):
+    """A session that may, or must, call the function, and writes."""
+    return SessionProperties(output_modalities=["text"], tools=[WEATHER], tool_choice=tool_choice)
 
 
 async def main():
     llm = OpenAIRealtimeLLMService(
         api_key=os.environ["OPENAI_API_KEY"],
         base_url=os.environ["OPENAI_BASE_URL"].replace("http", "ws", 1) + "/realtime",
-        settings=OpenAIRealtimeLLMService.Settings(
-            model=MODEL, session_properties=SessionProperties(output_modalities=["text"], tool_choice="required")
-        ),
+        settings=OpenAIRealtimeLLMService.Settings(model=MODEL, session_properties=properties("required")),
     )
-    weather = FunctionSchema("get_weather", "The weather in a city.", CITY, ["city"])
-    context = LLMContext([{"role": "user", "content": "What is the weather in Paris?"}], ToolsSchema([weather]))
+    context = LLMContext([{"role": "user", "content": "What is the weather in Paris?"}])
     user, assistant = LLMContextAggregatorPair(context)
     cities, answers = [], asyncio.Queue()
 
     async def get_weather(call):
         cities.append(call.arguments["city"])
-        written = SessionProperties(output_modalities=["text"], tool_choice="none")
-        settings = OpenAIRealtimeLLMService.Settings(session_properties=written)
+        settings = OpenAIRealtimeLLMService.Settings(session_properties=properties("none"))
         await llm.queue_frame(LLMUpdateSettingsFrame(delta=settings))
         await call.result_callback("The sky is blue.")
 
