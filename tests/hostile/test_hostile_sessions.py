@@ -118,7 +118,7 @@ NO_FRAMES = {
 async def test_what_is_no_frame_ends_its_session_alone(
     gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 100 MB nothing is awaited: the frame is refused by its head."""
+    """A frame of 100 MB is refused by its head: nothing of it is awaited."""
     async with talk(gateway.base, audio=MANUAL["audio"]) as other:
         for name, (sent, code) in NO_FRAMES.items():
             with closing(await asyncio.to_thread(opened, gateway)) as connection:

@@ -43,8 +43,8 @@ _NOTHING_SAID: Final[list[Json]] = [
         "auditory and visual inputs, as well as generating text and speech.",
     }
 ]
-"""What an empty conversation is told as: a chat has at least one message, so this is what the server begins each with
-where it has no system prompt.
+"""The chat of an empty conversation: a chat has at least one message, and the server itself begins with this one where
+it is given no system prompt.
 """
 _RETAINED = 0.8
 """Share that is kept of a conversation that is too long, where the client does not say."""

@@ -16,13 +16,13 @@ from .events import error_event, written
 
 _LINGER_S = 2.0
 """For what was sent to arrive, after the application has ended."""
-_MOST_FRAGMENTS = 1 << 14
-"""Of one event, so that the longest one may come in pieces of a KiB."""
 
 
 _logger = logging.getLogger("uvicorn.error.sockets")
 """Of uvicorn and websockets, less what they say of each connection: the gate has a line for it."""
 _logger.setLevel(logging.WARNING)
+_MOST_FRAGMENTS = 1 << 14
+"""Maximum pieces of one event: the longest one may come in pieces of a KiB."""
 
 
 class RealtimeProtocol(WebSocketsSansIOProtocol):
