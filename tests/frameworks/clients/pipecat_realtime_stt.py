@@ -28,7 +28,7 @@ async def speak(worker, samples):
 
 
 async def hear(vad_analyzer, **options):
-    """What the service hears of the question."""
+    """The question as the service hears it."""
     base_url = os.environ["OPENAI_BASE_URL"].replace("http", "ws", 1) + "/realtime"
     stt = OpenAIRealtimeSTTService(api_key=os.environ["OPENAI_API_KEY"], base_url=base_url, **options)
     user, _ = LLMContextAggregatorPair(LLMContext(), user_params=LLMUserAggregatorParams(vad_analyzer=vad_analyzer))
