@@ -42,6 +42,11 @@ class RunningGateway:
         self.http = httpx.Client(base_url=base, timeout=TIMEOUT_S)
         self.openai = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S)
 
+    @property
+    def connections(self) -> list[Any]:
+        """Those that its callers have open, as uvicorn has them."""
+        return list(self._server.server_state.connections)
+
     def stop(self) -> None:
         """Tell the gateway to stop, and return at once."""
         self._server.should_exit = True

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import openai
 import soundfile
+from openai.types.realtime import RealtimeServerEvent
+from pydantic import TypeAdapter
 
 from client_fakes import INFO, chunk, final, inputs_of
 from gateway_fakes import MODEL, TIMEOUT_S
 
+EVENT: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
+"""Checks an event against OpenAI's types, which their client does not."""
 SPEECH = Path(__file__).parents[1] / "docs" / "images" / "reply.wav"
 
 MANUAL: dict[str, Any] = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -56,7 +60,7 @@ class Talk:
         """The next event of this type, and with these fields."""
         while True:
             try:
-                event = await asyncio.wait_for(self.connection.recv(), TIMEOUT_S)
+                event = EVENT.validate_json(await asyncio.wait_for(self.connection.recv_bytes(), TIMEOUT_S))
             except TimeoutError as error:
                 raise AssertionError(f"no {kind} after {self.types()}") from error
             self.seen.append(event)
@@ -99,13 +103,16 @@ class Talk:
 
 
 @asynccontextmanager
-async def talk(base: str, key: str = "any", model: str = MODEL, **session: Any) -> AsyncIterator[Talk]:
+async def talk(
+    base: str, key: str = "any", model: str = MODEL, intent: str = "", **session: Any
+) -> AsyncIterator[Talk]:
     """A session with a gateway, configured; without a configuration it is as it began."""
     async with (
         openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, timeout=TIMEOUT_S) as client,
         client.realtime.connect(
             model=model,
             max_retries=0,
+            extra_query={"intent": intent},
             # Or it would not see the end of a connection whose events are not all taken, and wait for ten seconds.
             websocket_connection_options={"max_queue": None},
         ) as connection,

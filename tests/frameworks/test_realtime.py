@@ -60,7 +60,17 @@ def test_livekit(run: Run, question: str) -> None:
     assert told["others"][-1] == ["assistant", SKY]
 
 
-@pytest.mark.parametrize("program", ["openai_realtime_tools.py", "livekit_realtime_tools.py"])
+def test_pipecat_transcribes(run: Run, question: str) -> None:
+    assert run("pipecat_realtime_stt.py") == [question, question]
+
+
+def test_livekit_transcribes(run: Run, question: str) -> None:
+    assert run("livekit_realtime_stt.py") == [question, SKY]
+
+
+@pytest.mark.parametrize(
+    "program", ["openai_realtime_tools.py", "pipecat_realtime_tools.py", "livekit_realtime_tools.py"]
+)
 def test_tools(run: Run, program: str) -> None:
     told = run(program)
     assert len(told["cities"]) == 1

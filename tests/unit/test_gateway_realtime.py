@@ -17,6 +17,7 @@ from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameter
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from media_samples import image_file
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, talk
+from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 
 MANUAL_AUDIO = MANUAL["audio"]
 TEXT = {"output_modalities": ["text"], "audio": MANUAL_AUDIO}
@@ -224,6 +225,16 @@ async def test_a_response_aside_has_its_own_input_and_stays_out(triton: FakeTrit
     assert [len(chat_of(request)) for request in triton.requests] == [3, 1]
 
 
+async def test_a_conversation_of_nothing_is_begun_by_the_model(triton: FakeTriton, gateway: RunningGateway) -> None:
+    """As if the server's own system prompt were given."""
+    async with talk(gateway.base, **TEXT) as session:
+        assert (await session.asked("response.create", "response.done")).response.status == "completed"
+        aside = {"conversation": "none", "input": []}
+        assert (await session.asked("response.create", "response.done", response=aside)).response.output
+    chats = [chat_of(request) for request in triton.requests]
+    assert chats == [[{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}]] * 2
+
+
 async def test_a_refused_response_fails_and_the_session_goes_on(triton: FakeTriton, gateway: RunningGateway) -> None:
     triton.script = lambda _request, _context: iter(
         [failure("voice: must be one of Chelsie, Ethan (got x) [omni:bad_request;stage=talker]")]
@@ -274,7 +285,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "item.content[0].image_url",
         "no address is fetched",
     ),
-    "a response to nothing": ("response.create", {}, "", "is empty"),
 }
 
 

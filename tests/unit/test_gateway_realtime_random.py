@@ -85,15 +85,19 @@ def broken(event: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     return changed if place is event else json.loads(json.dumps(event).replace(json.dumps(place), json.dumps(changed)))
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_random_events_are_answered_and_nothing_is_left(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [(0, "realtime"), (1, "realtime"), (2, "realtime"), (3, "transcription")])
+async def test_random_events_are_answered_and_nothing_is_left(
+    caplog: pytest.LogCaptureFixture, seed: int, kind: str
+) -> None:
     draw, script = random.Random(seed), Mixed()
     with serve_grpc(FakeTriton(script)) as triton, run_gateway(triton.url) as gateway:
-        async with connect(f"{gateway.base.replace('http', 'ws')}/v1/realtime", max_queue=None) as socket:
+        url = f"{gateway.base.replace('http', 'ws')}/v1/realtime?intent={kind}"
+        async with connect(url, max_queue=None) as socket:
             for number in range(150):
                 event = random_event(draw)
                 event = broken(event, draw) if draw.random() < 0.3 else event
-                await socket.send(json.dumps({**event, "event_id": f"{number}"}))
+                text = json.dumps({**event, "event_id": f"{number}"})
+                await socket.send(text.replace('"type": "realtime"', f'"type": "{kind}"'))
             await socket.send(json.dumps({"type": "nonsense", "event_id": "last"}))
             kinds = await until_last(socket)
         await asyncio.to_thread(gateway.wait_for_metric, "omni_gateway_realtime_sessions", 0)

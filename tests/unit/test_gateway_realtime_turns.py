@@ -250,7 +250,7 @@ async def test_what_the_user_says_is_written_down_beside_the_reply(triton: FakeT
     assert (parameters_of(written)["modalities"], parameters_of(written)["priority"]) == (["text"], 1)
     assert inputs_of(written)["media"] == inputs_of(asked)["media"]
     text = chat_of(written)[-1]["content"][-1]["text"]
-    assert text == "Write down what is said, word by word.\n\nThe language is en.\n\nIt is about water."
+    assert text == "Write down what is said, word by word.\n\nIt is about water."
 
 
 async def test_a_transcription_that_fails_is_told_and_the_reply_comes(

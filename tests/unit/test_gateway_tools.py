@@ -137,7 +137,7 @@ def test_a_spoken_reply_with_calls_can_be_named_by_its_id(triton: FakeTriton, ga
         ("sampling_parameters.tools: 200 tools, the limit is 128", "tools"),
         ("tools[0].function.parameters.properties.x.pattern: cannot be compiled: '('", None),
         ("sampling_parameters.tool_choice.function.name: 'g' is none of the tools", "tool_choice.function.name"),
-        ("messages[1].tool_calls[0].function.arguments: not JSON: Expecting value", None),
+        ("messages[1].tool_calls[0].function.name: must have 1 to 64 characters", None),
         ("sampling_parameters.thinker.min_tokens: must be 0 beside tools, whose calls say", "min_tokens"),
     ],
 )

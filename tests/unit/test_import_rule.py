@@ -145,7 +145,7 @@ def test_client_and_backend_know_nothing_of_each_other():
 
 def test_the_gateway_is_the_client_a_web_server_sound_and_detectors_of_speech_alone():
     assert "triton_omni_gateway.app" in GATEWAY_MODULES
-    web = {"fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+    web = {"fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn", "websockets"}
     speech = {"av", "loguru", "numpy", "onnxruntime", "pipecat"}
     allowed = {"triton_omni_client", "triton_omni_gateway", "pythonjsonlogger", *speech, *web, *sys.stdlib_module_names}
     for module, path in GATEWAY_MODULES.items():

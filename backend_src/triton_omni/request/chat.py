@@ -49,7 +49,8 @@ class Call:
     """A function that an earlier reply called."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
+    """As text where they are no object, as where a limit cut that reply off."""
 
 
 @dataclass(frozen=True)
@@ -269,12 +270,17 @@ def _calls(turn: _Turn, path: str) -> tuple[Call, ...]:
 
 def _call(function: _CalledFunction, path: str) -> Call:
     check_name(function.name, f"{path}.name")
-    where = f"{path}.arguments"
-    raw = function.arguments.encode() or b"{}"
-    arguments = parse_json(raw, where, max_bytes=len(raw))
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}: must be an object as JSON (got {shown(arguments)})")
-    return Call(function.name, arguments)
+    return Call(function.name, _arguments(function.arguments, f"{path}.arguments"))
+
+
+def _arguments(text: str, path: str) -> dict[str, Any] | str:
+    """Arguments that an earlier reply wrote; programs send them back whatever they are, and OpenAI takes them."""
+    raw = text.encode() or b"{}"
+    try:
+        found = parse_json(raw, path, max_bytes=len(raw))
+    except BadRequest:
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _base64_length(size: int) -> int:

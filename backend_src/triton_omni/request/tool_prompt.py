@@ -53,7 +53,8 @@ def _said(message: Message) -> str:
 
 
 def _called(call: Call) -> str:
-    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {_as_jinja(call.arguments)}}}\n</tool_call>'
+    written = call.arguments if isinstance(call.arguments, str) else _as_jinja(call.arguments)
+    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {written}}}\n</tool_call>'
 
 
 def _text(message: Message) -> str:

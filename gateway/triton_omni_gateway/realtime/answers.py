@@ -36,6 +36,16 @@ _NAMES: Final = FieldNames(
     "conversation",
     "the response",
 )
+_NOTHING_SAID: Final[list[Json]] = [
+    {
+        "role": "system",
+        "content": "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving "
+        "auditory and visual inputs, as well as generating text and speech.",
+    }
+]
+"""The chat of an empty conversation: a chat has at least one message, and the server itself begins with this one where
+it is given no system prompt.
+"""
 _RETAINED = 0.8
 """Share that is kept of a conversation that is too long, where the client does not say."""
 _FOR_THE_REPLY = 0.1
@@ -52,6 +62,7 @@ class Answers:
         items: the conversation.
         outbox: where its events go.
         ended: called with each response of the conversation at its end.
+        dropped: called with each item that is taken out of the conversation.
     """
 
     def __init__(
@@ -60,10 +71,12 @@ class Answers:
         limits: RealtimeLimits,
         items: Items,
         outbox: Outbox,
+        *,
         ended: Callable[[Response], None],
+        dropped: Callable[[AnyItem], None],
     ) -> None:
         self._servers, self._limits, self._items = servers, limits, items
-        self._put, self._room, self._ended = outbox.put, outbox.room, ended
+        self._put, self._room, self._ended, self._dropped = outbox.put, outbox.room, ended, dropped
         self._salt = secrets.token_urlsafe(24)
         self._server_limits: Mapping[str, Any] = {}
         self._tasks: dict[Response, asyncio.Task[None]] = {}
@@ -87,7 +100,7 @@ class Answers:
         """Begin a response.
 
         Raises:
-            GatewayError: 400, another one is under way, or there is nothing to answer.
+            GatewayError: 400, another one is under way.
         """
         self._check_free(response)
         if response.asked.given is None:
@@ -159,15 +172,10 @@ class Answers:
         asked = response.asked
         items = list(self._items) if asked.given is None else asked.given
         messages, media = messages_of(items, asked.instructions)
-        if not messages:
-            raise bad_request(
-                "The conversation is empty: create an item, commit sound, or give 'instructions'.",
-                code="conversation_empty",
-            )
         thinker = {} if asked.max_output_tokens == "inf" else {"max_tokens": asked.max_output_tokens}
         tools = tool_fields(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         options = {"voice": asked.voice, "thinker": thinker, "request_id": response.response_id, **tools}
-        return self._with(messages, media, self._modalities(asked.modality), **options)
+        return self._with(messages or _NOTHING_SAID, media, self._modalities(asked.modality), **options)
 
     def _with(
         self, messages: list[Json], media: list[Media], modalities: tuple[Modality, ...], **options: Any
@@ -255,3 +263,4 @@ class Answers:
         for item in list(items):
             self._items.remove(item)
             self._put(server_event("conversation.item.deleted", item_id=item.item_id))
+            self._dropped(item)

@@ -7,9 +7,9 @@ A key that is given as null counts as not given, known or not; three of them are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictStr, Tag, model_validator
 
 from triton_omni_gateway.schemas import MAX_ITEMS
 
@@ -20,8 +20,11 @@ _MERGED = ("audio", "input", "output")
 """Objects whose keys are updated one by one; all others are replaced."""
 OFF_BY_NULL = frozenset({"turn_detection", "transcription", "noise_reduction"})
 _LONGEST_REPLY = 4096
+_REALTIME, _TRANSCRIPTION = "realtime-session", "transcription-session"
+"""Names for both types of sessions; being no identifiers, they are left out where a refusal names a key."""
 _Ratio = Annotated[float, Field(strict=True, ge=0, le=1)]
 _Milliseconds = Annotated[int, Field(strict=True, ge=0)]
+_Words = Annotated[tuple[StrictStr, ...], Field(max_length=MAX_ITEMS)]
 
 
 class Strict(BaseModel):
@@ -81,11 +84,16 @@ TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
 class Transcription(Strict):
-    """Ask for the text of what the user says; `model` may have any name, since the thinker writes it."""
+    """Ask for the text of what the user says.
+
+    `model` may have any name, since the thinker writes it; the languages and `delay` have no effect: it hears them.
+    """
 
     model: StrictStr | None = None
     language: StrictStr | None = None
+    languages: _Words = ()
     prompt: StrictStr | None = None
+    keywords: _Words = ()
     delay: StrictStr | None = None
 
 
@@ -173,11 +181,13 @@ class ResponseOptions(Strict):
 class SessionConfig(ResponseOptions):
     """A `session` object."""
 
+    object_name: ClassVar[str] = "realtime.session"
+
     type: Literal["realtime"] = "realtime"
     model: StrictStr | None = None
     audio: Audio = Audio()
     truncation: Literal["auto", "disabled"] | RetentionRatio = "auto"
-    include: Annotated[list[StrictStr], Field(max_length=MAX_ITEMS)] | None = None
+    include: _Words | None = None
     tracing: Any = None
     prompt: None = None
     reasoning: None = None
@@ -185,6 +195,44 @@ class SessionConfig(ResponseOptions):
     def told(self) -> Json:
         """The object as events show it."""
         return self.model_dump(mode="json")
+
+
+class TranscribedInput(AudioInput):
+    """Sound that is written down."""
+
+    transcription: Transcription | None = Transcription()
+
+
+class TranscribedAudio(Strict):
+    """The one direction of a session that makes no responses."""
+
+    input: TranscribedInput = TranscribedInput()
+
+
+class TranscriptionConfig(Strict):
+    """A `session` object of a session that writes down what is said, and does nothing else."""
+
+    object_name: ClassVar[str] = "realtime.transcription_session"
+
+    type: Literal["transcription"]
+    audio: TranscribedAudio = TranscribedAudio()
+    include: _Words | None = None
+
+    def told(self) -> Json:
+        """The object as events show it."""
+        return self.model_dump(mode="json")
+
+
+def _kind_of(given: Any) -> str:
+    """Which of both a `session` object is: without a `type`, or with a wrong one, of the usual kind."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return _TRANSCRIPTION if kind == "transcription" else _REALTIME
+
+
+AnyConfig = Annotated[
+    Annotated[SessionConfig, Tag(_REALTIME)] | Annotated[TranscriptionConfig, Tag(_TRANSCRIPTION)],
+    Discriminator(_kind_of),
+]
 
 
 class ResponseOutput(Strict):

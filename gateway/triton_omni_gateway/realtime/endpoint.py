@@ -19,7 +19,7 @@ from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
 from triton_omni_gateway.translate import check_model
 
-from .config import given_of
+from .config import Json, given_of
 from .door import PATH, SUBPROTOCOL
 from .events import WrongEvent, error_event, new_id, read_event, written
 from .limits import RealtimeLimits
@@ -57,8 +57,7 @@ class Realtime:
     async def serve(self, socket: WebSocket) -> None:
         """A session, from its beginning to its end; one that cannot be is refused in OpenAI's form."""
         try:
-            model = socket.query_params.get("model") or self._settings.models[0]
-            check_model(model, self._settings.models)
+            given = self._first_config(socket)
             if self._open >= self._limits.max_sessions:
                 said = f"this gateway has {self._limits.max_sessions} realtime sessions, its limit, already"
                 raise overloaded(f"{said}; try again later.")
@@ -68,15 +67,28 @@ class Realtime:
         self._count(1)
         try:
             await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope["subprotocols"] else None)
-            await self._hold(socket, model)
+            await self._hold(socket, given)
         finally:
             self._count(-1)
+
+    def _first_config(self, socket: WebSocket) -> Json:
+        """The configuration that a session begins with: a client secret's, else what the address says.
+
+        Raises:
+            GatewayError: 404, there is no such model.
+        """
+        secret: Json = socket.scope["state"]["session"]
+        if secret.get("type", socket.query_params.get("intent")) == "transcription":
+            return {"type": "transcription", **secret}  # the address may name OpenAI's models, as `transcription` may
+        model = socket.query_params.get("model") or self._settings.models[0]
+        check_model(model, self._settings.models)
+        return {"model": model, **secret}
 
     def _count(self, change: int) -> None:
         self._open += change
         self._metrics.sessions.set(self._open)
 
-    async def _hold(self, socket: WebSocket, model: str) -> None:
+    async def _hold(self, socket: WebSocket, given: Json) -> None:
         outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits)
         session = Session(
             socket.app.state.gateway,
@@ -85,8 +97,7 @@ class Realtime:
             smart_turn=self._smart_turn,
             transcription_prompt=self._settings.transcription_prompt,
             models=self._settings.models,
-            given=socket.scope["state"]["session"],
-            model=model,
+            given=given,
         )
         sending = asyncio.create_task(outbox.run())
         reading = asyncio.create_task(_read(socket, session, outbox))
@@ -118,9 +129,10 @@ class Realtime:
         """`POST /v1/realtime/client_secrets`."""
         body = await read_body(request, self._limits.max_event_bytes, self._settings.body_timeout_s)
         asked = parse(SecretRequest, body or b"{}")
-        config = checked_config(given_of(asked.session), self._settings.models)
-        value, made = self._secrets.make(request.state.caller, given_of(asked.session), asked.expires_after.seconds)
-        session = {"object": "realtime.session", "id": new_id("sess"), **config.told()}
+        given = {**given_of(asked.session), "type": asked.session.type}
+        config = checked_config(given, self._settings.models)
+        value, made = self._secrets.make(request.state.caller, given, asked.expires_after.seconds)
+        session = {"object": config.object_name, "id": new_id("sess"), **config.told()}
         return JSONResponse({"value": value, "expires_at": int(made.expires_at), "session": session})
 
 
@@ -132,11 +144,11 @@ async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             return
-        await _take(session, outbox, message.get("text") or message.get("bytes") or b"")
+        await _take(session, outbox, message["bytes"])
         await asyncio.sleep(0)  # many that are there already must not hold others up
 
 
-async def _take(session: Session, outbox: Outbox, text: str | bytes) -> None:
+async def _take(session: Session, outbox: Outbox, text: bytes) -> None:
     event_id = None
     try:
         event = await asyncio.to_thread(read_event, text) if len(text) > _PARSED_AT_ONCE else read_event(text)

@@ -16,7 +16,7 @@ from pydantic import Field, StrictStr
 from triton_omni_gateway.errors import GatewayError, bad_request
 from triton_omni_gateway.schemas import MAX_ITEMS, parse
 
-from .config import Json, Modality, ResponseAudio, ResponseOptions, SessionConfig, Strict
+from .config import AnyConfig, Json, Modality, ResponseAudio, ResponseOptions, Strict
 
 ROOT = "root"
 """`previous_item_id` of what goes in front of all items."""
@@ -36,7 +36,7 @@ class ClientEvent(Strict):
 class SessionUpdate(ClientEvent):
     """Change the session."""
 
-    session: SessionConfig
+    session: AnyConfig
 
 
 class BufferAppend(ClientEvent):
@@ -165,13 +165,12 @@ class WrongEvent(GatewayError):
     event_id: str | None = None
 
 
-def read_event(text: str | bytes) -> ClientEvent:
+def read_event(body: bytes) -> ClientEvent:
     """An event as its type.
 
     Raises:
         WrongEvent: the message names the key, the value and what is allowed.
     """
-    body = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     event_id = None
     try:
         head = parse(_Typed, body)

@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
 
 from triton_omni_gateway.errors import stopping
 
@@ -20,6 +21,8 @@ _LINGER_S = 2.0
 _logger = logging.getLogger("uvicorn.error.sockets")
 """Warnings of uvicorn and websockets; the gate has a line for each connection."""
 _logger.setLevel(logging.WARNING)
+_MOST_FRAGMENTS = 1 << 14
+"""Maximum pieces of one event: the longest one may come in pieces of a KiB."""
 
 
 class RealtimeProtocol(WebSocketsSansIOProtocol):
@@ -33,6 +36,27 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
     def peer(self) -> str:
         """The address that it comes from."""
         return self.client[0] if self.client else ""
+
+    def handle_ping(self) -> None:
+        """Answer a ping, unless its client takes nothing: its answers would pile up."""
+        if self.writable.is_set():
+            super().handle_ping()
+        else:
+            self.conn.data_to_send()
+
+    def handle_text(self, event: Frame) -> None:
+        """Take a text as its bytes: what is no UTF-8 is then refused by name, and not logged with a traceback."""
+        self.handle_bytes(event)
+
+    def handle_cont(self, event: Frame) -> None:
+        """Take a fragment; empty ones could be sent without end."""
+        if self.close_sent:
+            return
+        if len(self.frames) < _MOST_FRAGMENTS:
+            super().handle_cont(event)
+        else:
+            self.conn.fail(CloseCode.POLICY_VIOLATION, f"more than {_MOST_FRAGMENTS} fragments")
+            self.handle_parser_exception()
 
     def shutdown(self) -> None:
         """Tell why it ends, and close with code 1012."""

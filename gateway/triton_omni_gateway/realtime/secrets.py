@@ -14,7 +14,7 @@ from pydantic import Field
 
 from triton_omni_gateway.errors import overloaded
 
-from .config import SessionConfig, Strict
+from .config import AnyConfig, SessionConfig, Strict
 
 _SCHEME = "bearer "
 
@@ -30,7 +30,7 @@ class SecretRequest(Strict):
     """The body of `POST /v1/realtime/client_secrets`."""
 
     expires_after: ExpiresAfter = ExpiresAfter()
-    session: SessionConfig = SessionConfig()
+    session: AnyConfig = SessionConfig()
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
+from triton_omni_client import AsyncListening, Media
 from triton_omni_gateway.errors import GatewayError, bad_request
 from triton_omni_gateway.translate import check_model
 
 from . import events
 from .answers import Answers
-from .config import Json, SessionConfig, given_of, merged
+from .config import Json, SessionConfig, TranscriptionConfig, given_of, merged
 from .detection import check_detection, default_detection
 from .events import ClientEvent, new_id, server_event
 from .formats import Ear
@@ -28,8 +29,11 @@ from .outbox import Outbox
 from .response import Asked, Response
 from .servers import Servers
 from .smart_turn import SmartTurn
-from .transcription import Transcriber
+from .transcription import BESIDE_REPLIES, Transcriber
 from .turns import Change, Paused, Started, Stopped
+
+_ABOUT_REPLIES = (events.ItemCreate, events.ItemTruncate, events.ResponseCreate, events.ResponseCancel)
+"""Events that a session which makes no responses has no use for."""
 
 
 class Session:
@@ -42,8 +46,7 @@ class Session:
         smart_turn: tells whether a sentence is finished.
         transcription_prompt: asks for the words of a sound.
         models: names that `model` may have.
-        given: configuration that a client secret holds.
-        model: name of the model that the client asked for.
+        given: configuration that it begins with.
     """
 
     def __init__(
@@ -56,24 +59,37 @@ class Session:
         transcription_prompt: str,
         models: tuple[str, ...],
         given: Mapping[str, Any],
-        model: str,
     ) -> None:
         self.session_id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._expires_at = int(time.time() + limits.session_seconds)
         self._limits, self._models, self._outbox, self._put = limits, models, outbox, outbox.put
         self._items = Items(limits)
-        self._answers = Answers(servers, limits, self._items, outbox, self._response_ended)
-        first = {"model": model, "audio": {"input": {"turn_detection": default_detection()}}}
-        self._given = merged(first, given)
-        self._config = self._answers.config = checked_config(self._given, models)
-        self._hearing = Hearing(limits, self._config.audio.input, self._answers.listen)
-        self._transcriber = Transcriber(servers, outbox, transcription_prompt)
+        self._answers = Answers(servers, limits, self._items, outbox, ended=self._response_ended, dropped=self._dropped)
+        self._given = merged({"audio": {"input": {"turn_detection": default_detection()}}}, given)
+        self._config = checked_config(self._given, models)
+        self._hearing = Hearing(limits, self._config.audio.input, self._listen)
+        priority = BESIDE_REPLIES if self._answers_turns else None
+        self._transcriber = Transcriber(servers, outbox, transcription_prompt, priority)
         self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
         """Id of the item that the turn under way will be."""
         self._turn_begin_ms = 0
+
+        self._configure_answers()
+
+    @property
+    def _answers_turns(self) -> bool:
+        """False in a session that writes down what is said, and does nothing else."""
+        return isinstance(self._config, SessionConfig)
+
+    def _configure_answers(self) -> None:
+        if isinstance(self._config, SessionConfig):
+            self._answers.config = self._config
+
+    def _listen(self) -> AsyncListening[Media] | None:
+        return self._answers.listen() if self._answers_turns else None
 
     async def begin(self) -> None:
         """Tell the client that it is there."""
@@ -93,7 +109,7 @@ class Session:
         await self._transcriber.closed()
 
     def _told(self) -> Json:
-        head = {"object": "realtime.session", "id": self.session_id, "expires_at": self._expires_at}
+        head = {"object": self._config.object_name, "id": self.session_id, "expires_at": self._expires_at}
         return {**head, **self._config.told()}
 
     async def take(self, event: ClientEvent) -> None:
@@ -102,6 +118,9 @@ class Session:
         Raises:
             GatewayError: it cannot be done; the session is as before.
         """
+        if isinstance(event, _ABOUT_REPLIES) and not self._answers_turns:
+            said = f"Invalid value for 'type': a transcription session takes no {event.type}; append sound to it."
+            raise bad_request(said, param="type", code="invalid_value")
         handlers: Mapping[type[ClientEvent], Callable[[Any], Coroutine[Any, Any, None] | None]] = {
             events.SessionUpdate: self._update,
             events.BufferAppend: self._append,
@@ -119,10 +138,13 @@ class Session:
             await working
 
     def _update(self, event: events.SessionUpdate) -> None:
+        if event.session.type != self._config.type:
+            said = f"Invalid value for 'session.type': {event.session.type!r}; the session is of {self._config.type!r}."
+            raise bad_request(said, param="session.type", code="invalid_value")
         given = merged(self._given, given_of(event.session))
         config = checked_config(given, self._models)
         self._given, self._config = given, config
-        self._answers.config = config
+        self._configure_answers()
         self._hearing.configure(config.audio.input)
         if self._idle_ms() is None:
             self._stop_idle()
@@ -158,7 +180,8 @@ class Session:
         detection = self._hearing.detection
         self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
         item = self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
-        if detection is not None and detection.create_response and self._answers.active is None:
+        wanted = self._answers_turns and detection is not None and detection.create_response
+        if wanted and self._answers.active is None:
             self._respond_unasked()
         self._transcribe(item)
 
@@ -237,7 +260,7 @@ class Session:
         self._respond(event.response, given)
 
     def _respond(self, asked: events.ResponseParameters, given: list[AnyItem] | None = None) -> None:
-        config, output = self._config, self._config.audio.output
+        config, output = self._answers.config, self._answers.config.audio.output
         own_length = "max_output_tokens" in asked.model_fields_set
         wanted = Asked(
             instructions=config.instructions if asked.instructions is None else asked.instructions,
@@ -266,6 +289,9 @@ class Session:
     def _cancel_response(self, event: events.ResponseCancel) -> None:
         if not self._answers.cancel(event.response_id, "client_cancelled"):
             raise bad_request("There is no such response under way.", code="response_cancel_not_active")
+
+    def _dropped(self, item: AnyItem) -> None:
+        self._transcriber.forget(item)
 
     def _response_ended(self, response: Response) -> None:
         """Wait for the user, who hears it yet."""
@@ -302,14 +328,15 @@ class Session:
             self._put(events.error_event(error))
 
 
-def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig:
+def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig | TranscriptionConfig:
     """A session's configuration.
 
     Raises:
         GatewayError: a value that cannot be served.
     """
-    config = SessionConfig.model_validate(given)
-    if config.model is not None:
+    kind = TranscriptionConfig if given.get("type") == "transcription" else SessionConfig
+    config = kind.model_validate(given)
+    if isinstance(config, SessionConfig) and config.model is not None:
         check_model(config.model, models)
     check_detection(config.audio.input.turn_detection)
     return config

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LiveKit: an agent hears a question by OpenAI's STT over a realtime session, whose server finds the turns."""
+
+import asyncio
+import json
+import wave
+
+from livekit import rtc
+from livekit.agents import Agent, AgentSession
+from livekit.agents.utils import http_context
+from livekit.agents.voice import io
+from livekit.plugins import openai
+
+MODEL = "qwen2_5_omni"
+RATE = 16000
+PIECE = RATE // 50
+
+
+class Microphone(io.AudioInput):
+    """A recording in its own time, and then silence."""
+
+    def __init__(self, samples):
+        super().__init__(label="Microphone")
+        self._samples = samples
+
+    async def __anext__(self):
+        await asyncio.sleep(PIECE / RATE)
+        piece, self._samples = self._samples[: 2 * PIECE].ljust(2 * PIECE, b"\0"), self._samples[2 * PIECE :]
+        return rtc.AudioFrame(piece, RATE, 1, PIECE)
+
+
+async def main():
+    session = AgentSession(stt=openai.STT(use_realtime=True), llm=openai.LLM(model=MODEL), vad=None)
+    with wave.open("question.wav") as file:
+        session.input.audio = Microphone(file.readframes(file.getnframes()))
+    said = asyncio.Queue()
+
+    @session.on("conversation_item_added")
+    def added(event):
+        if event.item.type == "message":
+            said.put_nowait(event.item.text_content)
+
+    await session.start(Agent(instructions="You are a helpful assistant."))
+    print(json.dumps([await said.get(), await said.get()]))
+    await session.aclose()
+
+
+async def in_a_job():
+    """LiveKit's workers open this for each of their jobs."""
+    async with http_context.open():
+        await main()
+
+
+asyncio.run(in_a_job())
