@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ window.recorded = 0;
 window.AudioWorkletNode = class extends AudioWorkletNode {
   constructor(context, ...rest) {
     super(context, ...rest);
-    this.port.addEventListener("message", ({ data }) => (window.recorded += data.length / context.sampleRate));
+    this.port.addEventListener("message", ({ data }) => (window.recorded += data.length / 16000));
   }
 };
 """
@@ -106,8 +107,8 @@ class Visit:
     page: Any
     base: str
     problems: list[str] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    """Bodies of the chat completions that the page asked for."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What the page and its sessions told each other, in order; sounds left out."""
 
     def state(self, name: str, seconds: float = 20) -> None:
         """Wait until the page is in this state."""
@@ -140,6 +141,14 @@ class Visit:
         last = self.page.locator(".reply").last
         return dict(zip(last.locator("dt").all_text_contents(), last.locator("dd").all_text_contents(), strict=True))
 
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """The events of this type."""
+        return [event for event in self.events if event["type"] == kind]
+
+    def ended(self, replies: int) -> None:
+        """Wait until so many replies are over."""
+        self.wait_until(f"document.querySelectorAll('.reply[aria-busy=false]').length >= {replies}")
+
     def played(self, chunks: int = 0) -> list[tuple[int, list[float]]]:
         """What was scheduled to play, once it is so many chunks: the first sample's place and the samples of each."""
         self.wait_until(f"window.played.length >= {chunks}")
@@ -154,7 +163,7 @@ def audit(at: Visit) -> list[str]:
 
 
 @contextmanager
-def visit(browser: Any, base: str, extra: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Visit]:
+def visit(browser: Any, base: str, **options: Any) -> Iterator[Visit]:
     """The page of the gateway at `base`, in a browser session of its own.
 
     Fails at the end where the page logged an error or asked any other host for something.
@@ -162,18 +171,17 @@ def visit(browser: Any, base: str, extra: Mapping[str, Any] | None = None, **opt
     Args:
         browser: from `run_browser`.
         base: the gateway's address.
-        extra: put into every chat completion that the page asks for, as a seed.
         options: of the browser session, as its width or its colours.
     """
     with browser.new_context(**{"viewport": {"width": 1000, "height": 720}, **options}) as context:
         found = Visit(context.new_page(), base)
-        _watch(found, dict(extra or {}))
+        _watch(found)
         found.page.goto(f"{base}/")
         yield found
         assert found.problems == []
 
 
-def _watch(found: Visit, extra: dict[str, Any]) -> None:
+def _watch(found: Visit) -> None:
     def console(message: Any) -> None:
         if message.type in ("error", "warning") and not message.text.startswith(_REFUSED):
             found.problems.append(message.text)
@@ -182,12 +190,17 @@ def _watch(found: Visit, extra: dict[str, Any]) -> None:
         if not sent.url.startswith((f"{found.base}/", f"blob:{found.base}/")):
             found.problems.append(f"asked for {sent.url:.80}")
 
-    def chat(route: Any) -> None:
-        found.asked.append(route.request.post_data_json)
-        route.continue_(post_data={**found.asked[-1], **extra})
+    def session(socket: Any) -> None:
+        socket.on("framesent", note)
+        socket.on("framereceived", note)
+
+    def note(frame: str) -> None:
+        event = json.loads(frame)
+        sound = "delta" if event["type"] == "response.output_audio.delta" else "audio"
+        found.events.append({key: value for key, value in event.items() if key != sound})
 
     found.page.on("console", console)
     found.page.on("pageerror", lambda error: found.problems.append(str(error)))
     found.page.on("request", request)
-    found.page.route("**/v1/chat/completions", chat)
+    found.page.on("websocket", session)
     found.page.add_init_script(_DEVICES)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { loudness, Pcm16Decoder, wavFile } from "../../gateway/triton_omni_gateway/page/sound.js";
+import { loudness, Pcm16Decoder, pcm16, wavFile } from "../../gateway/triton_omni_gateway/page/sound.js";
 
 /** @param {number[]} bytes */
 const base64 = (bytes) => Buffer.from(bytes).toString("base64");
@@ -19,7 +19,7 @@ test("a sample cut in two waits for its other half", () => {
 });
 
 test("a WAV file has the header of its samples, which are clipped", () => {
-  const file = Buffer.from(wavFile(new Float32Array([0, 1, -1, 2, -2, 0.5]), 16000));
+  const file = Buffer.from(wavFile([new Float32Array([0, 1, -1]), new Float32Array([2, -2, 0.5])], 16000));
   assert.equal(file.length, 44 + 12);
   assert.equal(file.toString("latin1", 0, 4) + file.toString("latin1", 8, 16), "RIFFWAVEfmt ");
   assert.deepEqual([file.readUInt32LE(4), file.readUInt32LE(24), file.readUInt32LE(28)], [48, 16000, 32000]);
@@ -37,4 +37,9 @@ test("a WAV file has the header of its samples, which are clipped", () => {
 test("loudness is the root mean square", () => {
   assert.equal(loudness(new Float32Array([0.5, -0.5])), 0.5);
   assert.equal(loudness(new Float32Array()), 0);
+});
+
+test("PCM16 of any length is decoded to what it was made of", () => {
+  const samples = Float32Array.from({ length: 20_000 }, (_, at) => ((at % 65_535) - 32_767) / 32_767);
+  assert.deepEqual(new Pcm16Decoder().feed(pcm16(samples)), samples);
 });

@@ -35,19 +35,21 @@ def test_a_server_that_leaves_and_comes_back_is_told_and_keeps_the_draft(
     with visit(browser, gateway.base) as at:
         at.state("ready")
         at.page.fill("#text", "What is the sea?")
+        at.page.click("#options")
         at.page.select_option("#voice", "Ethan")
+        at.page.click("#done")
         assert can_send(at)
         triton.is_ready = False
         at.state("away")
-        assert at.text("#state-text") == "Server away"
+        assert at.text("#state") == "Server away"
         at.page.focus("#text")
         at.page.keyboard.press("Enter")
         assert (can_send(at), at.page.input_value("#text"), triton.requests) == (False, "What is the sea?", [])
-        at.page.focus("#speak")
+        at.page.focus("#options")
         triton.is_ready = True
         at.state("ready")
         assert (can_send(at), at.page.input_value("#voice")) == (True, "Ethan")
-        assert at.page.evaluate("document.activeElement.id") == "speak"
+        assert at.page.evaluate("document.activeElement.id") == "options"
 
 
 def test_a_page_opened_while_the_server_is_away_becomes_ready(

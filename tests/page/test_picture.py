@@ -59,7 +59,7 @@ def test_the_page_while_a_reply_is_spoken(browser: Any) -> None:
     with (
         server() as url,
         run_gateway(url) as gateway,
-        visit(browser, gateway.base, {"seed": 0}, viewport=size, color_scheme="light") as at,
+        visit(browser, gateway.base, viewport=size, color_scheme="light") as at,
     ):
         seen, asked = SAID
         at.state("ready")
@@ -68,9 +68,10 @@ def test_the_page_while_a_reply_is_spoken(browser: Any) -> None:
         at.state("speaking")
         at.state("ready")
         at.write(asked)
-        at.page.wait_for_selector(".reply .heard:text('Then put')")
+        at.state("speaking")
+        at.page.wait_for_selector(".reply .said :text('four minutes')")
         picture = at.page.screenshot()
-        assert at.page.locator(".reply .said").all_text_contents() == list(SAID.values())
+        assert at.page.locator(".reply .said p").all_text_contents() == list(SAID.values())
     assert Image.open(io.BytesIO(picture)).size == (WIDTH, HEIGHT)
     if path := os.environ.get(VARIABLE):
         Path(path).write_bytes(picture)

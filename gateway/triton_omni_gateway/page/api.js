@@ -1,26 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 /** The gateway's public API, as any caller has it. */
 
-import { EventParser } from "./sse.js";
-
-/**
- * @typedef {{model: string, voices: string[]}} Offer
- * @typedef {{audio?: {transcript?: string, data?: string} | null, content?: string | null}} Delta
- */
-
-const JSON_BODY = { "Content-Type": "application/json" };
+/** @typedef {{model: string, voices: string[]}} Offer */
 
 /** A refusal or a failure, in the server's own words where it gave any. */
 export class ApiError extends Error {
   /**
    * @param {string} message
    * @param {number} status HTTP status; 0 where no answer came
-   * @param {string | null} param the key of the request that is at fault, where a single one is
    */
-  constructor(message, status, param = null) {
+  constructor(message, status) {
     super(message);
     this.status = status;
-    this.param = param;
   }
 
   /** Whether the gateway wants an API key, or another one. */
@@ -43,8 +34,7 @@ export class Api {
    * @throws {ApiError}
    */
   async offer() {
-    const answer = await this.#fetch("v1/models", {});
-    const [first] = (await answer.json()).data;
+    const [first] = (await this.#fetch("v1/models", {})).data;
     return { model: first.id, voices: first.voices ?? [] };
   }
 
@@ -55,39 +45,14 @@ export class Api {
   }
 
   /**
-   * A streamed reply, delta by delta.
-   * @param {object} body of the chat completion
-   * @param {AbortSignal} signal aborting it leaves the gateway, which cancels the request on the server
-   * @returns {AsyncGenerator<Delta, void>}
+   * A socket that will be a session. Its secret stands for the key, which a page cannot send with it.
    * @throws {ApiError}
    */
-  async *chat(body, signal) {
-    const init = { method: "POST", headers: JSON_BODY, body: JSON.stringify({ ...body, stream: true }), signal };
-    const answer = await this.#fetch("v1/chat/completions", init);
-    for await (const event of events(answer)) {
-      if (event === "[DONE]") {
-        return;
-      }
-      const { error, choices } = JSON.parse(event);
-      if (error) {
-        throw new ApiError(error.message, answer.status, error.param);
-      }
-      if (choices?.length) {
-        yield choices[0].delta;
-      }
-    }
-    throw new ApiError("The connection was closed before the reply was complete.", 0);
-  }
-
-  /**
-   * Have the server compute a prompt before it is asked; waiting replies go first.
-   * @param {object} body of the chat completion that will follow
-   * @throws {ApiError}
-   */
-  async prefill(body) {
-    const hint = JSON.stringify({ ...body, prefill_only: true, priority: 1 });
-    const answer = await this.#fetch("v1/chat/completions", { method: "POST", headers: JSON_BODY, body: hint });
-    await answer.arrayBuffer().catch(unreachable); // frees the connection
+  async socket() {
+    const init = { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" };
+    const { value } = await this.#fetch("v1/realtime/client_secrets", init);
+    const url = new URL("v1/realtime", document.baseURI.replace(/^http/, "ws"));
+    return new WebSocket(url, ["realtime", `openai-insecure-api-key.${value}`]);
   }
 
   /**
@@ -101,7 +66,7 @@ export class Api {
     if (!answer.ok) {
       throw await refusalOf(answer);
     }
-    return answer;
+    return answer.json().catch(unreachable);
   }
 }
 
@@ -113,41 +78,13 @@ function utf8(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
-/**
- * @param {unknown} error
- * @returns {never}
- */
-function unreachable(error) {
-  if (isAbort(error)) {
-    throw error;
-  }
+/** @returns {never} */
+function unreachable() {
   throw new ApiError("The gateway cannot be reached.", 0);
-}
-
-/** @param {unknown} error */
-export function isAbort(error) {
-  return error instanceof DOMException && error.name === "AbortError";
 }
 
 /** @param {Response} answer */
 async function refusalOf(answer) {
   const said = (await answer.json().catch(() => null))?.error;
-  const message = said?.message ?? `The gateway answered with status ${answer.status}.`;
-  return new ApiError(message, answer.status, said?.param);
-}
-
-/** @param {Response} answer */
-async function* events(answer) {
-  const parser = new EventParser();
-  const texts = /** @type {ReadableStream<Uint8Array<ArrayBuffer>>} */ (answer.body).pipeThrough(
-    new TextDecoderStream(),
-  );
-  const reader = texts.getReader();
-  try {
-    for (let read = await reader.read(); !read.done; read = await reader.read()) {
-      yield* parser.feed(read.value);
-    }
-  } catch (error) {
-    unreachable(error);
-  }
+  return new ApiError(said?.message ?? `The gateway answered with status ${answer.status}.`, answer.status);
 }

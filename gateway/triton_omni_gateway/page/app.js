@@ -2,96 +2,109 @@
 /** START HERE: the page's parts, and what they tell each other. */
 
 import { Api, ApiError } from "./api.js";
+import { Camera } from "./camera.js";
 import { Composer } from "./composer.js";
-import { Conversation } from "./conversation.js";
+import { Dialogue } from "./dialogue.js";
 import { byId, element } from "./dom.js";
 import { Health } from "./health.js";
-import { Hints } from "./hints.js";
 import { Log } from "./log.js";
-import { inFileNames, partOfFile } from "./media.js";
 import { Player } from "./player.js";
-import { Reply } from "./reply.js";
 import { Talk } from "./talk.js";
 
 const KEY = "omni-api-key";
+const LEVEL_MS = 50;
 const STATES = {
   connecting: "Connecting",
   locked: "Key needed",
-  ready: "Ready",
   away: "Server away",
+  ready: "Ready to talk",
   listening: "Listening",
+  hearing: "Hearing you",
   thinking: "Thinking",
   writing: "Writing",
   speaking: "Speaking",
-  stopped: "Stopped",
-  error: "Error",
 };
 
 const api = new Api(() => sessionStorage.getItem(KEY) ?? "");
-const conversation = new Conversation();
 const health = new Health(api, followHealth);
 const log = new Log(byId("log", HTMLElement));
 const player = new Player();
-const composer = new Composer({
-  send: () => ask(),
-  change: showVideoOption,
-  refuse: (message) => showError(message),
-});
+const camera = new Camera((message) => showError(message));
+const composer = new Composer({ send: () => ask(), refuse: (message) => showError(message) });
+const dialogue = new Dialogue(api, player, log, { change: show, hear: beHeard, fail, close: closed });
 const talk = new Talk({
-  begin: makeQuiet,
-  listen,
-  grow: (recording) => hints.follow(recording),
-  end: hear,
+  begin: beginTalk,
+  hear: (piece) => dialogue.hear(piece),
+  end: endTalk,
+  change: show,
   fail: (message) => showError(message),
 });
 
-const hints = new Hints(hint);
-
 const state = byId("state", HTMLElement);
-const stateText = byId("state-text", HTMLElement);
 const stopButton = byId("stop", HTMLButtonElement);
 const freshButton = byId("fresh", HTMLButtonElement);
+const settings = byId("settings", HTMLDialogElement);
+const instructions = byId("instructions", HTMLTextAreaElement);
 const speak = byId("speak", HTMLInputElement);
 const voice = byId("voice", HTMLSelectElement);
-const sounding = byId("sounding", HTMLInputElement);
+const figures = byId("figures", HTMLInputElement);
 const keyForm = byId("key-form", HTMLFormElement);
 const keyInput = byId("key", HTMLInputElement);
 const error = byId("error", HTMLElement);
 const retryButton = byId("retry", HTMLButtonElement);
 
-let model = "";
-let hasVideo = false;
-/** The reply that runs. @type {Reply | null} */
-let reply = null;
-/** Fulfilled when the reply that runs has ended and is kept. @type {Promise<void>} */
-let ended = Promise.resolve();
+let isConnected = false;
+let isLocked = false;
+/** A question is on its way to the session. */
+let isAsking = false;
 /** What to do at "Try again". */
 let retry = connect;
 
-/** @param {keyof typeof STATES} name */
-function showState(name) {
-  if (state.dataset.state !== name) {
-    state.dataset.state = name;
-    stateText.textContent = STATES[name];
+/** @returns {keyof typeof STATES} */
+function currentState() {
+  const { reply } = dialogue;
+  if (reply && !dialogue.isHearing) {
+    return reply.isHeard ? "speaking" : reply.text ? "writing" : "thinking";
   }
+  if (isLocked) {
+    return "locked";
+  }
+  if (!health.isReady) {
+    return "away";
+  }
+  if (!isConnected) {
+    return "connecting";
+  }
+  if (dialogue.isWaiting || isAsking) {
+    return "thinking";
+  }
+  return talk.isOn ? (dialogue.isHearing || !dialogue.findsTurns ? "hearing" : "listening") : "ready";
 }
 
-/** Show that nothing is under way: a question may be asked where the server takes one. */
-function showRest() {
-  composer.isReady = health.isReady;
-  showState(health.isReady ? "ready" : "away");
+/** Show how things stand. */
+function show() {
+  const name = currentState();
+  const isReady = isConnected && health.isReady && !isLocked;
+  if (state.dataset.state !== name) {
+    state.dataset.state = name;
+    state.textContent = STATES[name];
+  }
+  composer.isReady = isReady && !isAsking && !dialogue.isWaiting;
+  talk.isReady = isReady;
+  if (!dialogue.reply && document.activeElement === stopButton) {
+    composer.focus(); // which would otherwise be nowhere
+  }
+  stopButton.hidden = !dialogue.reply;
+  freshButton.disabled = log.isEmpty;
 }
 
 function followHealth() {
-  const now = state.dataset.state ?? "";
-  if (reply || talk.isRecording) {
-    return;
-  }
-  if (!health.isReady && ["ready", "stopped", "error"].includes(now)) {
-    showRest();
-  } else if (health.isReady && now === "away") {
+  if (health.isReady && !isConnected && !isLocked) {
     connect();
+  } else if (!health.isReady && !dialogue.reply && !dialogue.isWaiting) {
+    isConnected = false;
   }
+  show();
 }
 
 /**
@@ -105,186 +118,143 @@ function showError(message, again = null) {
   error.hidden = false;
 }
 
-function showVideoOption() {
-  byId("sounding-label", HTMLElement).hidden = !hasVideo && !composer.hasVideo;
-}
-
 /**
- * @param {unknown} failure
- * @param {() => Promise<void>} again what would try it again
+ * @param {Error} failure
+ * @param {import("./composer.js").Draft | null} draft the question that was not answered
  */
-function fail(failure, again) {
-  const message = failure instanceof Error ? failure.message : String(failure);
+function fail(failure, draft) {
+  if (draft) {
+    composer.restore(draft);
+  }
   if (failure instanceof ApiError && failure.needsKey) {
-    askForKey(message);
+    askForKey(failure.message);
     return;
   }
-  showState("error");
-  showError(message, again);
+  showError(failure.message, draft ? ask : null);
   health.look();
 }
 
 /** @param {string} message why the key there is will not do; that there is none, the form tells by itself */
 function askForKey(message) {
-  showState("locked");
-  composer.isReady = false;
+  isLocked = true;
   keyForm.hidden = false;
   keyInput.focus();
   error.hidden = true;
   if (sessionStorage.getItem(KEY)) {
     showError(message);
   }
+  show();
 }
 
 async function connect() {
-  const wasAway = state.dataset.state === "away";
-  showState("connecting");
   try {
-    const [offer] = await Promise.all([api.offer(), health.look()]);
-    model = offer.model;
+    const offer = await api.offer();
     const chosen = voice.value;
-    const names = ["", ...offer.voices];
-    voice.replaceChildren(...names.map((name) => element("option", { value: name, textContent: name || "Default" })));
-    voice.value = names.includes(chosen) ? chosen : "";
+    voice.replaceChildren(...offer.voices.map((name) => element("option", { value: name, textContent: name })));
+    voice.value = offer.voices.includes(chosen) ? chosen : (offer.voices[0] ?? "");
+    byId("voice-label", HTMLElement).hidden = offer.voices.length === 0;
   } catch (failure) {
-    fail(failure, connect);
-    return;
+    if (failure instanceof ApiError && failure.needsKey) {
+      askForKey(failure.message);
+    }
+    return; // health tells of all else, and asks again
   }
+  isConnected = true;
+  isLocked = false;
   keyForm.hidden = true;
   error.hidden = true;
-  showRest();
-  if (!wasAway) {
-    composer.focus();
-  }
+  configure();
+  show();
 }
 
-/** Send the draft; a reply that still runs is cut off first. */
+function configure() {
+  document.body.classList.toggle("figures", figures.checked);
+  dialogue.configure({ instructions: instructions.value.trim(), voice: voice.value, isSpoken: speak.checked });
+}
+
+/** Send the draft. */
 async function ask() {
   player.unlock();
+  log.hush();
   const draft = composer.take();
-  await stop();
   error.hidden = true;
-  ended = exchange(draft);
-  await ended;
-}
-
-/** @param {import("./composer.js").Draft} draft */
-async function exchange({ text, media }) {
-  hasVideo ||= media.some(({ kind }) => kind === "video");
-  showVideoOption();
-  const content = [...media.map(({ part }) => part), ...(text ? [{ type: /** @type {const} */ ("text"), text }] : [])];
-  const question = log.ask(text, media);
-  const view = log.reply();
-  showState("thinking");
-  stopButton.hidden = false;
-  freshButton.disabled = false;
-  const running = new Reply(speak.checked ? player.begin() : null, (account) => follow(view, account));
-  reply = running;
+  isAsking = true;
+  show();
   try {
-    const kept = await running.run(api, bodyOf(content));
-    conversation.keep(content, kept);
-    view.end(running.account, kept, running.isStopped);
-    running.isStopped ? showState("stopped") : showRest();
+    await dialogue.ask(draft, camera.see());
   } catch (failure) {
-    log.remove(question, view.root);
-    composer.restore({ text, media });
-    if (failure instanceof ApiError) {
-      failure.message = inFileNames(failure, conversation.asking(content).length - 1, media);
-    }
-    fail(failure, ask);
+    fail(/** @type {Error} */ (failure), draft);
   } finally {
-    reply = null;
-    hideStop();
+    isAsking = false;
+    show();
   }
 }
 
-/** Without taking the focus with it. */
-function hideStop() {
-  if (document.activeElement === stopButton) {
-    composer.focus();
-  }
-  stopButton.hidden = true;
-}
-
-/**
- * @param {import("./log.js").ReplyView} view
- * @param {import("./reply.js").Account} account
- */
-function follow(view, account) {
-  view.show(account);
-  if (account.firstAudio !== null) {
-    showState("speaking");
-  } else if (account.firstText !== null) {
-    showState("writing");
-  }
-}
-
-/** @param {import("./conversation.js").Part[]} content */
-function bodyOf(content) {
-  const audio = { format: "pcm16", ...(voice.value ? { voice: voice.value } : {}) };
-  return {
-    model,
-    messages: conversation.asking(content),
-    prompt_cache_key: conversation.cacheKey,
-    ...(speak.checked ? { modalities: ["text", "audio"], audio } : { modalities: ["text"] }),
-    ...((hasVideo || composer.hasVideo) && sounding.checked ? { use_audio_in_video: true } : {}),
-    ...(conversation.inPieces ? { audio_in_pieces: true } : {}),
-  };
-}
-
-/** Cut the reply off, if one runs; fulfilled when it is kept. */
-async function stop() {
-  while (reply) {
-    reply.stop();
-    await ended;
-  }
-}
-
-async function makeQuiet() {
+async function beginTalk() {
   player.unlock();
-  await stop();
-}
-
-function listen() {
-  conversation.inPieces = true;
-  showState("listening");
-}
-
-/** @param {File} sound what the user has said so far */
-async function hint(sound) {
-  const part = await partOfFile("audio", sound);
-  await api.prefill(bodyOf([...composer.parts, part]));
-}
-
-/** @param {File | null} speech */
-async function hear(speech) {
-  showRest();
-  if (speech) {
-    await composer.attach([speech]);
-    composer.submit();
+  log.hush();
+  error.hidden = true;
+  dialogue.stop();
+  try {
+    await dialogue.open();
+    if (!dialogue.findsTurns) {
+      beHeard();
+    }
+    return true;
+  } catch (failure) {
+    fail(/** @type {Error} */ (failure), null);
+    return false;
   }
 }
 
-async function startAfresh() {
-  await stop();
-  conversation.reset();
+function endTalk() {
+  if (dialogue.isHearing || !dialogue.findsTurns) {
+    dialogue.answer();
+  } else {
+    dialogue.unhear();
+  }
+  show();
+}
+
+/** The user begins to speak, and shows what is attached and what the camera sees. */
+function beHeard() {
+  log.hush();
+  const media = composer.takeMedia();
+  try {
+    dialogue.show(media, camera.see());
+  } catch (failure) {
+    fail(/** @type {Error} */ (failure), { text: "", media });
+  }
+}
+
+function closed() {
+  talk.off();
+  health.look();
+}
+
+function startAfresh() {
+  dialogue.reset();
   log.clear();
-  hasVideo = false;
   error.hidden = true;
-  freshButton.disabled = true;
-  showVideoOption();
-  showRest();
+  show();
   composer.focus();
 }
 
-stopButton.addEventListener("click", stop);
+stopButton.addEventListener("click", () => dialogue.stop());
 freshButton.addEventListener("click", startAfresh);
 retryButton.addEventListener("click", () => retry());
+byId("options", HTMLButtonElement).addEventListener("click", () => settings.showModal());
+byId("done", HTMLButtonElement).addEventListener("click", () => settings.close());
+settings.addEventListener("close", configure);
+figures.addEventListener("change", configure);
+byId("starters", HTMLElement).addEventListener("click", ({ target }) => {
+  if (target instanceof HTMLButtonElement) {
+    composer.write(target.textContent);
+    composer.submit();
+  }
+});
 byId("dismiss", HTMLButtonElement).addEventListener("click", () => {
   error.hidden = true;
-  if (model && state.dataset.state === "error") {
-    showRest();
-  }
   composer.focus();
 });
 keyForm.addEventListener("submit", (event) => {
@@ -294,8 +264,13 @@ keyForm.addEventListener("submit", (event) => {
   connect();
 });
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") {
-    talk.isRecording ? talk.cancel().then(showRest) : stop();
+  if (event.key === "Escape" && !settings.open) {
+    dialogue.stop();
   }
 });
-connect();
+setInterval(() => {
+  if (dialogue.reply || !talk.isOn) {
+    talk.level = dialogue.reply?.level ?? 0;
+  }
+}, LEVEL_MS);
+health.look();

@@ -8,7 +8,6 @@ import { mediumOf } from "./media.js";
  * @typedef {{text: string, media: import("./media.js").Medium[]}} Draft
  * @typedef {object} Told
  * @property {() => void} send the user sends the draft
- * @property {() => void} change media were attached or taken away
  * @property {(message: string) => void} refuse a file cannot be taken
  */
 
@@ -44,16 +43,6 @@ export class Composer {
     return this.#text.value.trim() === "" && this.#media.length === 0;
   }
 
-  /** Whether a video is attached. */
-  get hasVideo() {
-    return this.#media.some(({ kind }) => kind === "video");
-  }
-
-  /** What is attached, as parts of a message. */
-  get parts() {
-    return this.#media.map(({ part }) => part);
-  }
-
   /** Let the draft be sent, or not yet. */
   set isReady(/** @type {boolean} */ ready) {
     this.#isReady = ready;
@@ -67,6 +56,20 @@ export class Composer {
     this.#media = [];
     this.#show();
     return draft;
+  }
+
+  /** What is attached, which it no longer is afterwards. */
+  takeMedia() {
+    const media = this.#media;
+    this.#media = [];
+    this.#show();
+    return media;
+  }
+
+  /** Write a question for the user. @param {string} text */
+  write(text) {
+    this.#text.value = text;
+    this.#allow();
   }
 
   /** Put a draft back, in front of what was written since. @param {Draft} draft */
@@ -107,7 +110,6 @@ export class Composer {
     this.#allow();
     this.#list.hidden = this.#media.length === 0;
     this.#list.replaceChildren(...this.#media.map((medium) => this.#chip(medium)));
-    this.#told.change();
   }
 
   /** @param {import("./media.js").Medium} medium */

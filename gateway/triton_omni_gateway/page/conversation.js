@@ -1,69 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The turns so far: media included, and of a reply that was cut off only what was heard. Pure. */
+/** The conversation as a session is told it anew after its connection broke: speech in its words. Pure. */
 
-/**
- * A part of a message, as the gateway's chat completions take it.
- * @typedef {{type: "text", text: string}
- *   | {type: "image_url", image_url: {url: string}}
- *   | {type: "input_audio", input_audio: {data: string, format: string}}
- *   | {type: "audio_url", audio_url: {url: string}}
- *   | {type: "video_url", video_url: {url: string}}} Part
- * @typedef {{role: "user" | "assistant", content: string | Part[]}} Message
- */
+/** @typedef {{id: string, role: "user" | "assistant", content: import("./media.js").Part[]}} Item */
 
 export class Conversation {
-  /** @type {{content: Part[], reply: string}[]} */
-  #turns = [];
-  #cacheKey = drawn();
-  /** Whether its sounds are taken in pieces: from its first recording on, so that the server knows them again. */
-  inPieces = false;
+  /** @type {Map<string, Item>} */
+  #items = new Map();
 
-  /** Under what its turns share the server's caches, with each other and nobody else. */
-  get cacheKey() {
-    return this.#cacheKey;
-  }
-
-  /** Whether nothing was said yet. */
-  get isEmpty() {
-    return this.#turns.length === 0;
+  /** What a new session is told: all but items without words or media. */
+  get items() {
+    return [...this.#items.values()].filter(({ content }) => content.length > 0);
   }
 
   /**
-   * All messages of a request whose question is `content`.
-   * @param {Part[]} content
-   * @returns {Message[]}
+   * Add an item, or set what it says.
+   * @param {string} id
+   * @param {Item["role"]} role
+   * @param {Item["content"]} content
    */
-  asking(content) {
-    return [...this.#turns.flatMap(messagesOf), { role: "user", content }];
+  keep(id, role, content) {
+    this.#items.set(id, { id, role, content });
   }
 
   /**
-   * Keep a turn that is over; one whose reply failed is not kept at all.
-   * @param {Part[]} content what the user said and showed
-   * @param {string} reply what was heard of the reply; empty when nothing was
+   * Add a spoken item, or set its words.
+   * @param {string} id
+   * @param {Item["role"]} role
+   * @param {string} words
    */
-  keep(content, reply) {
-    this.#turns.push({ content, reply });
+  keepWords(id, role, words) {
+    const type = role === "user" ? /** @type {const} */ ("input_text") : /** @type {const} */ ("output_text");
+    this.keep(id, role, words ? [{ type, text: words }] : []);
   }
 
-  /** Forget every turn. */
-  reset() {
-    this.#turns = [];
-    this.#cacheKey = drawn();
-    this.inPieces = false;
+  /** @param {string} id */
+  remove(id) {
+    this.#items.delete(id);
   }
 }
 
-function drawn() {
-  return Array.from(crypto.getRandomValues(new Uint32Array(4)), String).join("-");
-}
-
-/**
- * @param {{content: Part[], reply: string}} turn
- * @returns {Message[]}
- */
-function messagesOf({ content, reply }) {
-  /** @type {Message[]} */
-  const said = [{ role: "user", content }];
-  return reply ? [...said, { role: "assistant", content: reply }] : said;
+/** A new id for an item. */
+export function newId() {
+  return `item_${Array.from(crypto.getRandomValues(new Uint32Array(3)), (number) => number.toString(16)).join("")}`;
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /** Elements of the page. */
 
+const SVG = "http://www.w3.org/2000/svg";
+
 /**
  * A new element.
  * @template {keyof HTMLElementTagNameMap} Name
@@ -28,6 +30,20 @@ export function byId(id, kind) {
     throw new TypeError(`the page has no ${kind.name} #${id}`);
   }
   return found;
+}
+
+/**
+ * A drawing of 24 by 24 units, of no meaning to who hears the page.
+ * @param {string} path
+ */
+export function icon(path) {
+  const drawing = document.createElementNS(SVG, "svg");
+  drawing.setAttribute("viewBox", "0 0 24 24");
+  drawing.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS(SVG, "path");
+  line.setAttribute("d", path);
+  drawing.append(line);
+  return drawing;
 }
 
 /**

@@ -1,42 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-/** Files to parts of a message. What may be in them is the server's to say; a file of no known kind is refused here. */
+/** Files to parts of a question, as sessions take them: pictures, and sound. A video is both. */
 
-import { isSoundAlone } from "./containers.js";
+import { pcm16, SPEECH_RATE } from "./sound.js";
 
 /**
+ * @typedef {{type: "input_text", text: string}
+ *   | {type: "output_text", text: string}
+ *   | {type: "input_image", image_url: string}
+ *   | {type: "input_audio", audio: string}} Part a part of an item
  * @typedef {"image" | "audio" | "video"} Kind
- * @typedef {{kind: Kind, name: string, url: string, part: import("./conversation.js").Part}} Medium `url` is an object
- *   URL for its preview, to be revoked by whoever drops the medium
+ * @typedef {{kind: Kind, name: string, url: string, parts: Part[]}} Medium `url` is an object URL for its preview, to be
+ *   revoked by whoever drops the medium
  */
 
 /** Characters that change the direction of what follows them: in a name they turn the sentence around it. */
 const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
-
-/** Formats that `input_audio` names, by media type; others go as they are, for the server to judge. */
-const AUDIO_FORMATS = new Map([
-  ["audio/wav", "wav"],
-  ["audio/x-wav", "wav"],
-  ["audio/wave", "wav"],
-  ["audio/vnd.wave", "wav"],
-  ["audio/mpeg", "mp3"],
-  ["audio/mp3", "mp3"],
-  ["audio/flac", "flac"],
-  ["audio/x-flac", "flac"],
-  ["audio/ogg", "ogg"],
-]);
-
-/**
- * What a file shows or plays; null for anything else. A browser calls every `.webm` and `.mp4` a video.
- * @param {Blob} file
- * @returns {Promise<Kind | null>}
- */
-export async function kindOf(file) {
-  const [kind] = file.type.split("/");
-  if (kind === "video") {
-    return isSoundAlone(new Uint8Array(await file.arrayBuffer())) ? "audio" : "video";
-  }
-  return kind === "image" || kind === "audio" ? kind : null;
-}
+/** Pixels of a picture beyond which the model sees no more. */
+const MOST_PIXELS = 1 << 20;
+const JPEG_QUALITY = 0.85;
+/** Pictures of a video, one a second at most. */
+const MOST_FRAMES = 8;
 
 /**
  * @param {File} file
@@ -44,69 +27,114 @@ export async function kindOf(file) {
  * @throws {Error} the file cannot be read, or is neither an image nor a sound nor a video
  */
 export async function mediumOf(file) {
-  const kind = await kindOf(file);
-  const name = nameOf(file);
-  if (!kind) {
+  const name = file.name.replace(TURNS, "\ufffd");
+  const kind = file.type.split("/")[0];
+  if (kind !== "image" && kind !== "audio" && kind !== "video") {
     throw new Error(`${name} is neither an image nor a sound nor a video.`);
   }
-  const part = await partOfFile(kind, file);
-  return { kind, name, url: URL.createObjectURL(file), part };
-}
-
-/**
- * @param {Kind} kind
- * @param {File} file
- * @throws {Error} the file cannot be read
- */
-export async function partOfFile(kind, file) {
-  return partOf(kind, file.type, await dataUri(file));
-}
-
-/**
- * @param {Kind} kind
- * @param {string} type its media type
- * @param {string} url a data URI of its bytes
- * @returns {import("./conversation.js").Part}
- */
-export function partOf(kind, type, url) {
-  const format = AUDIO_FORMATS.get(type.split(";")[0]);
-  if (kind === "image") {
-    return { type: "image_url", image_url: { url } };
+  const url = URL.createObjectURL(file);
+  try {
+    return { name, url, ...(await READERS[kind](file, url)) };
+  } catch {
+    URL.revokeObjectURL(url);
+    throw new Error(`This browser cannot read ${name}.`);
   }
-  if (kind === "video") {
-    return { type: "video_url", video_url: { url } };
+}
+
+/**
+ * A picture as sessions take it, in the size that the model sees.
+ * @param {CanvasImageSource} source
+ * @param {number} width
+ * @param {number} height
+ * @returns {string} a data URI
+ */
+export function pictureOf(source, width, height) {
+  const scale = Math.min(1, Math.sqrt(MOST_PIXELS / (width * height)));
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.round(width * scale));
+  canvas.height = Math.max(1, Math.round(height * scale));
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.fillStyle = "white"; // shines through where the picture is clear
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(source, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", JPEG_QUALITY);
+}
+
+/** @type {Record<Kind, (file: File, url: string) => Promise<{kind: Kind, parts: Part[]}>>} */
+const READERS = { image: imageOf, audio: audioOf, video: videoOf };
+
+/** @param {File} _file @param {string} url @returns {Promise<{kind: Kind, parts: Part[]}>} */
+async function imageOf(_file, url) {
+  const image = new Image();
+  image.src = url;
+  await image.decode();
+  return {
+    kind: "image",
+    parts: [{ type: "input_image", image_url: pictureOf(image, image.naturalWidth, image.naturalHeight) }],
+  };
+}
+
+/** @param {File} file @returns {Promise<{kind: Kind, parts: Part[]}>} */
+async function audioOf(file) {
+  return { kind: "audio", parts: await soundOf(file) };
+}
+
+/** @param {File} file @returns {Promise<Part[]>} */
+async function soundOf(file) {
+  const context = new OfflineAudioContext(1, 1, SPEECH_RATE);
+  const sound = await context.decodeAudioData(await file.arrayBuffer());
+  const mono = sound.getChannelData(0);
+  for (let channel = 1; channel < sound.numberOfChannels; channel += 1) {
+    sound.getChannelData(channel).forEach((sample, at) => {
+      mono[at] += sample;
+    });
   }
-  return format
-    ? { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format } }
-    : { type: "audio_url", audio_url: { url } };
+  return [{ type: "input_audio", audio: pcm16(mono.map((sample) => sample / sound.numberOfChannels)) }];
 }
 
 /**
- * A refusal as whoever chose the files knows it: by the file's name, where it names a file by its place in the request.
- * @param {import("./api.js").ApiError} refusal
- * @param {number} at the question's place among the messages
- * @param {Medium[]} media of the question, the first of its parts
- */
-export function inFileNames({ message, param }, at, media) {
-  const [, asked, place] = /^messages\[(\d+)\]\.content\[(\d+)\]\./.exec(param ?? "") ?? [];
-  const medium = Number(asked) === at ? media[Number(place)] : undefined;
-  return param && medium ? message.replace(param, () => medium.name) : message;
-}
-
-/**
+ * Browsers call every `.webm` and `.mp4` a video: one without pictures is a sound.
  * @param {File} file
- * @returns {Promise<string>}
+ * @param {string} url
+ * @returns {Promise<{kind: Kind, parts: Part[]}>}
  */
-function dataUri(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(/** @type {string} */ (reader.result));
-    reader.onerror = () => reject(new Error(`${nameOf(file)} cannot be read.`));
-    reader.readAsDataURL(file);
+async function videoOf(file, url) {
+  const frames = await framesOf(url);
+  const sound = await soundOf(file).catch((error) => (frames.length ? [] : Promise.reject(error)));
+  return { kind: frames.length ? "video" : "audio", parts: [...frames, ...sound] };
+}
+
+/** @param {string} url @returns {Promise<Part[]>} */
+async function framesOf(url) {
+  const video = document.createElement("video");
+  video.muted = true;
+  video.preload = "auto";
+  await happened(video, "loadeddata", () => {
+    video.src = url;
   });
+  const { videoWidth, videoHeight, duration } = video;
+  const seconds = Number.isFinite(duration) ? duration : 0; // of a recording that was never finished
+  const count = videoWidth ? Math.min(MOST_FRAMES, Math.max(1, Math.floor(seconds))) : 0;
+  /** @type {Part[]} */
+  const frames = [];
+  for (let number = 0; number < count; number += 1) {
+    await happened(video, "seeked", () => {
+      video.currentTime = ((number + 0.5) * seconds) / count;
+    });
+    frames.push({ type: "input_image", image_url: pictureOf(video, videoWidth, videoHeight) });
+  }
+  return frames;
 }
 
-/** @param {File} file */
-function nameOf(file) {
-  return file.name.replace(TURNS, "\ufffd");
+/**
+ * @param {HTMLVideoElement} video
+ * @param {string} event
+ * @param {() => void} begin what leads to it
+ */
+function happened(video, event, begin) {
+  return new Promise((resolve, reject) => {
+    video.addEventListener(event, resolve, { once: true });
+    video.addEventListener("error", reject, { once: true });
+    begin();
+  });
 }

@@ -1,25 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The microphone: samples while it is open, and recordings. */
+/** The microphone: samples at 16 kHz while it is open. */
 
-import { Recording } from "./recording.js";
-
-/** Kept from before a recording begins, in seconds: speech is noticed a little after it has begun. */
-const BEFORE_S = 0.4;
+/** A filter that leaves what 16 kHz can have: Butterworth of the sixth order, hertz and decibels. */
+const HIGHEST_HZ = 6800;
+const QUALITIES_DB = [-5.73, -3.01, 5.73];
 
 export class Microphone {
   /** @type {{stream: MediaStream, context: AudioContext} | null} */
   #open = null;
-  /** @type {Promise<void> | null} */
-  #opening = null;
-  /** What was heard just now. @type {Float32Array[]} */
-  #before = [];
-  /** @type {Recording | null} */
-  #recording = null;
-  #onPiece;
+  #take;
 
-  /** @param {(piece: Float32Array, seconds: number) => void} onPiece told of every piece while it is open */
-  constructor(onPiece) {
-    this.#onPiece = onPiece;
+  /** @param {(piece: Float32Array) => void} take told of every piece while it is open */
+  constructor(take) {
+    this.#take = take;
   }
 
   /** Whether this page may ask for a microphone: browsers allow it over HTTPS and on this very machine. */
@@ -32,11 +25,13 @@ export class Microphone {
    * @throws {Error} there is none, or the user does not want it
    */
   async open() {
-    this.#opening ??= this.#start().catch((error) => {
-      this.#opening = null;
-      throw new Error(`The microphone cannot be used: ${error.message || error.name}.`);
-    });
-    await this.#opening;
+    try {
+      await this.#start();
+    } catch (error) {
+      this.close();
+      const { message, name } = /** @type {Error} */ (error);
+      throw new Error(`The microphone cannot be used: ${message || name}.`);
+    }
   }
 
   /** Let the microphone go, and the browser's sign of it. */
@@ -46,55 +41,27 @@ export class Microphone {
     }
     this.#open?.context.close();
     this.#open = null;
-    this.#opening = null;
-    this.#before = [];
-    this.#recording = null;
-  }
-
-  /** Begin a recording, with the moment before; the microphone is open. */
-  record() {
-    this.#recording = new Recording(this.#before, this.#open?.context.sampleRate ?? 0);
-    return this.#recording;
-  }
-
-  /**
-   * End the recording.
-   * @returns {Promise<File | null>} null where nothing was recorded
-   */
-  async take() {
-    const recording = this.#recording;
-    this.#recording = null;
-    this.#before = [];
-    return recording?.end() ?? null;
   }
 
   async #start() {
     const audio = { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true };
     const stream = await navigator.mediaDevices.getUserMedia({ audio });
     const context = new AudioContext();
+    this.#open = { stream, context };
     await Promise.all([context.audioWorklet.addModule(new URL("tap.js", import.meta.url)), context.resume()]);
     const tap = new AudioWorkletNode(context, "tap", {
       numberOfOutputs: 0,
       channelCount: 1,
       channelCountMode: "explicit",
     });
-    this.#open = { stream, context };
     await new Promise((resolve) => {
       tap.port.onmessage = ({ data }) => {
         resolve(undefined);
-        this.#take(data, context.sampleRate);
+        this.#take(data);
       };
-      context.createMediaStreamSource(stream).connect(tap);
+      QUALITIES_DB.map((Q) => new BiquadFilterNode(context, { type: "lowpass", frequency: HIGHEST_HZ, Q }))
+        .reduce((from, to) => from.connect(to), /** @type {AudioNode} */ (context.createMediaStreamSource(stream)))
+        .connect(tap);
     });
-  }
-
-  /**
-   * @param {Float32Array} piece
-   * @param {number} rate
-   */
-  #take(piece, rate) {
-    this.#recording?.push(piece);
-    this.#before = [...this.#before, piece].slice(-Math.ceil((BEFORE_S * rate) / piece.length));
-    this.#onPiece(piece, piece.length / rate);
   }
 }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 /** A reply's speech through Web Audio: every chunk begins at the very sample where the one before ends. */
 
-import { REPLY_RATE } from "./sound.js";
+import { loudness, REPLY_RATE } from "./sound.js";
 import { Timeline } from "./timeline.js";
 
 /** Seconds from the first chunk to its sound: scheduled for this very moment, its beginning would be lost. */
 const LEAD_S = 0.03;
 /** Time constant of the fade at a stop, in seconds; cut at once, speech clicks. */
 const FADE_S = 0.015;
+/** Samples of a moment whose loudness is told. */
+const METERED = 1024;
 
 /** The page's output; made at the first gesture, since browsers let no page sound before one. */
 export class Player {
@@ -33,6 +35,8 @@ export class Player {
 export class Playback {
   #context;
   #gain;
+  #meter;
+  #moment;
   #timeline = new Timeline(REPLY_RATE, LEAD_S);
   /** @type {Set<AudioBufferSourceNode>} */
   #waiting = new Set();
@@ -49,12 +53,20 @@ export class Playback {
   constructor(context) {
     this.#context = context;
     this.#gain = context.createGain();
-    this.#gain.connect(context.destination);
+    this.#meter = new AnalyserNode(context, { fftSize: METERED });
+    this.#moment = new Float32Array(METERED);
+    this.#gain.connect(this.#meter).connect(context.destination);
   }
 
   /** How often the speech ran dry. */
   get gaps() {
     return this.#timeline.gaps;
+  }
+
+  /** Loudness of this moment: root mean square of full scale. */
+  get level() {
+    this.#meter.getFloatTimeDomainData(this.#moment);
+    return loudness(this.#moment);
   }
 
   /** Seconds of speech that have come. */
@@ -73,7 +85,7 @@ export class Playback {
   }
 
   /**
-   * Play these samples behind all others.
+   * Play these samples after all others.
    * @param {Float32Array<ArrayBuffer>} samples at 24 kHz
    */
   push(samples) {
@@ -104,7 +116,7 @@ export class Playback {
    */
   stop() {
     const { heard } = this;
-    this.#isOver = true;
+    this.#isOver = this.#isComplete = true;
     this.#gain.gain.setTargetAtTime(0, this.#context.currentTime, FADE_S);
     for (const source of this.#waiting) {
       source.stop(this.#context.currentTime + 5 * FADE_S);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-/** Samples to bytes and back: PCM16 in base64 as replies bring it, WAV files as questions take it. Pure. */
+/** Samples to bytes and back: PCM16 in base64, as sessions send and take it, and WAV files. Pure. */
 
 /** Samples a second of every reply. */
 export const REPLY_RATE = 24000;
 /** Samples a second of what the model hears. */
-export const QUESTION_RATE = 16000;
+export const SPEECH_RATE = 16000;
 const PEAK = 32767;
 const HEADER_BYTES = 44;
+/** Arguments that a call may have everywhere. */
+const AT_ONCE = 8192;
 
 /** Little-endian PCM16 in base64, cut anywhere, to samples in [-1, 1]; a sample cut in two waits for its other half. */
 export class Pcm16Decoder {
@@ -29,13 +31,28 @@ export class Pcm16Decoder {
 }
 
 /**
- * A complete WAV file: PCM16, mono.
+ * Little-endian PCM16 in base64.
  * @param {Float32Array} samples in [-1, 1]; what is beyond is clipped
+ */
+export function pcm16(samples) {
+  const bytes = new Uint8Array(2 * samples.length);
+  write(new DataView(bytes.buffer), 0, samples);
+  let text = "";
+  for (let at = 0; at < bytes.length; at += AT_ONCE) {
+    text += String.fromCharCode(...bytes.subarray(at, at + AT_ONCE));
+  }
+  return btoa(text);
+}
+
+/**
+ * A complete WAV file: PCM16, mono.
+ * @param {Float32Array[]} pieces of samples in [-1, 1]; what is beyond is clipped
  * @param {number} rate samples a second
  * @returns {Uint8Array<ArrayBuffer>}
  */
-export function wavFile(samples, rate) {
-  const bytes = new Uint8Array(HEADER_BYTES + 2 * samples.length);
+export function wavFile(pieces, rate) {
+  const length = 2 * pieces.reduce((sum, piece) => sum + piece.length, 0);
+  const bytes = new Uint8Array(HEADER_BYTES + length);
   const view = new DataView(bytes.buffer);
   const name = (/** @type {number} */ at, /** @type {string} */ text) => bytes.set(new TextEncoder().encode(text), at);
   name(0, "RIFF");
@@ -49,10 +66,12 @@ export function wavFile(samples, rate) {
   view.setUint16(32, 2, true);
   view.setUint16(34, 16, true);
   name(36, "data");
-  view.setUint32(40, 2 * samples.length, true);
-  samples.forEach((sample, at) => {
-    view.setInt16(HEADER_BYTES + 2 * at, Math.round(Math.max(-1, Math.min(1, sample)) * PEAK), true);
-  });
+  view.setUint32(40, length, true);
+  let at = HEADER_BYTES;
+  for (const piece of pieces) {
+    write(view, at, piece);
+    at += 2 * piece.length;
+  }
   return bytes;
 }
 
@@ -63,4 +82,15 @@ export function wavFile(samples, rate) {
 export function loudness(samples) {
   const energy = samples.reduce((sum, sample) => sum + sample * sample, 0);
   return samples.length ? Math.sqrt(energy / samples.length) : 0;
+}
+
+/**
+ * @param {DataView} view
+ * @param {number} begin its byte where the samples begin
+ * @param {Float32Array} samples
+ */
+function write(view, begin, samples) {
+  samples.forEach((sample, at) => {
+    view.setInt16(begin + 2 * at, Math.round(Math.max(-1, Math.min(1, sample)) * PEAK), true);
+  });
 }

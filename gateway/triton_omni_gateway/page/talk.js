@@ -1,164 +1,87 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The microphone's button and the hands-free switch. Whoever begins to speak cuts the reply off. */
+/** The large control: pressed once, the microphone is open until it is pressed again. */
 
 import { byId } from "./dom.js";
 import { Microphone } from "./microphone.js";
 import { loudness } from "./sound.js";
-import { SpeechGate } from "./speechgate.js";
 
-/** A press shorter than this begins a recording that the next press ends, in milliseconds. */
-const TAP_MS = 400;
+/** Loudness that fills the ring: root mean square of full scale. */
+const FULL = 0.2;
 
 /**
  * @typedef {object} Told
- * @property {() => Promise<void>} begin the user wants to speak; fulfilled when nobody else does
- * @property {() => void} listen what the user says is recorded from now on
- * @property {(recording: import("./recording.js").Recording) => void} grow the recording has grown
- * @property {(speech: File | null) => void} end the user has spoken; null where nothing was recorded
+ * @property {() => Promise<boolean>} begin the user wants to talk; fulfilled with whether somebody can listen
+ * @property {(piece: Float32Array) => void} hear what the microphone hears, at 16 kHz
+ * @property {() => void} end the user wants to talk no more
+ * @property {() => void} change the microphone was opened or let go
  * @property {(message: string) => void} fail there is no microphone to speak into
  */
 
 export class Talk {
   #button = byId("talk", HTMLButtonElement);
-  #handsFree = byId("hands-free", HTMLInputElement);
-  #microphone = new Microphone((piece, seconds) => this.#listen(piece, seconds));
-  #gate = new SpeechGate();
-  #isRecording = false;
-  /** What the user says, once nobody else speaks. @type {import("./recording.js").Recording | null} */
-  #recording = null;
-  #pressedAt = 0;
+  #microphone = new Microphone((piece) => this.#hear(piece));
   #told;
+  /** Whether the microphone is open. */
+  isOn = false;
 
   /** @param {Told} told */
   constructor(told) {
     this.#told = told;
-    if (!Microphone.isAllowed) {
-      this.#button.disabled = this.#handsFree.disabled = true;
-      this.#button.title = "Browsers offer a microphone only to pages over HTTPS or of this machine";
-    }
-    this.#button.addEventListener("pointerdown", (event) => this.#press(event));
-    this.#button.addEventListener("pointerup", () => this.#release());
-    this.#button.addEventListener("pointercancel", () => this.#release());
-    this.#button.addEventListener("contextmenu", (event) => event.preventDefault());
-    this.#button.addEventListener("click", (event) => {
-      // A pointer's click was told by its press and release; this one is of a keyboard or a screen reader.
-      if (event.detail === 0) {
-        this.#toggle();
-      }
-    });
-    this.#handsFree.addEventListener("change", () => this.#switch());
+    byId("no-microphone", HTMLElement).hidden = Microphone.isAllowed;
+    this.#button.addEventListener("click", () => (this.isOn ? this.#end() : this.#begin()));
   }
 
-  /** Whether the user's speech is being recorded. */
-  get isRecording() {
-    return this.#isRecording;
+  /** Whether it may be pressed. */
+  set isReady(/** @type {boolean} */ ready) {
+    this.#button.disabled = !Microphone.isAllowed || !(ready || this.isOn);
   }
 
-  /** Drop what was recorded. */
-  async cancel() {
+  /** @param {number} level loudness of who speaks */
+  set level(level) {
+    this.#button.style.setProperty("--level", Math.min(1, level / FULL).toFixed(2));
+  }
+
+  /** Let the microphone go. */
+  off() {
+    this.#microphone.close();
     this.#mark(false);
-    await this.#microphone.take();
-    this.#rest();
-  }
-
-  /** @param {PointerEvent} event */
-  #press(event) {
-    if (event.button === 0) {
-      this.#button.setPointerCapture(event.pointerId);
-      this.#pressedAt = this.#isRecording ? Number.POSITIVE_INFINITY : event.timeStamp;
-      this.#toggle();
-    }
-  }
-
-  #release() {
-    if (this.#isRecording && performance.now() - this.#pressedAt >= TAP_MS) {
-      this.#end();
-    }
-  }
-
-  #toggle() {
-    if (this.#isRecording) {
-      this.#end();
-    } else {
-      this.#begin();
-    }
   }
 
   async #begin() {
     this.#mark(true);
-    const quiet = this.#told.begin();
-    const isOpen = await this.#opens();
-    if (!isOpen || !this.#isRecording) {
-      this.#rest();
-      return;
-    }
-    const recording = this.#microphone.record();
-    await quiet;
-    if (this.#isRecording) {
-      this.#recording = recording;
-      this.#told.listen();
-    }
-  }
-
-  async #end() {
-    this.#mark(false);
-    const speech = await this.#microphone.take();
-    this.#rest();
-    this.#told.end(speech);
-  }
-
-  /** Let the microphone go, unless it listens all the time. */
-  #rest() {
-    if (!this.#handsFree.checked) {
-      this.#microphone.close();
-    }
-  }
-
-  async #opens() {
     try {
-      await this.#microphone.open();
-      return true;
+      const isHeard = await this.#told.begin();
+      if (isHeard && this.isOn) {
+        await this.#microphone.open();
+      } else {
+        this.#mark(false);
+      }
     } catch (error) {
       this.#mark(false);
-      this.#handsFree.checked = false;
       this.#told.fail(/** @type {Error} */ (error).message);
-      return false;
     }
   }
 
-  async #switch() {
-    this.#gate = new SpeechGate();
-    if (this.#handsFree.checked) {
-      await this.#opens();
-    } else if (this.#isRecording) {
-      await this.cancel();
-    }
-    this.#rest();
+  #end() {
+    this.off();
+    this.#told.end();
   }
 
-  /**
-   * @param {Float32Array} piece
-   * @param {number} seconds
-   */
-  #listen(piece, seconds) {
-    const level = loudness(piece);
-    this.#button.style.setProperty("--level", String(Math.min(1, level * 4)));
-    if (this.#recording) {
-      this.#told.grow(this.#recording);
-    }
-    const change = this.#handsFree.checked ? this.#gate.feed(level, seconds) : null;
-    if (change === "begin" && !this.#isRecording) {
-      this.#begin();
-    } else if (change === "end" && this.#isRecording) {
-      this.#end();
+  /** @param {Float32Array} piece */
+  #hear(piece) {
+    if (this.isOn) {
+      this.level = loudness(piece);
+      this.#told.hear(piece);
+    } else {
+      this.#microphone.close(); // pressed again while it was being opened
     }
   }
 
-  /** @param {boolean} isRecording */
-  #mark(isRecording) {
-    this.#isRecording = isRecording;
-    this.#recording = null;
-    this.#button.ariaPressed = String(isRecording);
-    this.#button.style.setProperty("--level", "0");
+  /** @param {boolean} isOn */
+  #mark(isOn) {
+    this.isOn = isOn;
+    this.level = 0;
+    this.#button.ariaPressed = String(isOn);
+    this.#told.change();
   }
 }
