@@ -121,8 +121,9 @@ def test_secrets_expire_and_are_not_many() -> None:
     found = secrets.find(f"Bearer {value}")
     assert found is not None
     assert (found.caller, found.session) == ("caller", {"instructions": "x"})
-    with pytest.raises(GatewayError, match="1 client secrets hold"):
+    with pytest.raises(GatewayError, match="1 client secrets of this key hold"):
         secrets.make("caller", {}, 60)
+    assert secrets.make("another", {}, 60)[0] != value
     now[0] += 60
     assert secrets.find(f"Bearer {value}") is None
     assert secrets.make("caller", {}, 60)[0] != value

@@ -32,5 +32,5 @@ class RealtimeLimits:
     """Made and not taken by the client; further sound is not asked for, and no event is read, until it takes some."""
     max_unsent_characters: int = MIB
     """The same, of their text; the last one may be as long as an item."""
-    max_secrets: int = 1024
-    """Client secrets that have not expired."""
+    max_secrets: int = 256
+    """Client secrets of one API key that have not expired."""

@@ -47,7 +47,7 @@ class ClientSecrets:
     """The secrets of this process, of which digests alone are kept.
 
     Args:
-        most: secrets that hold at once.
+        most: secrets of one caller that hold at once; others' do not count, so nobody takes all.
         clock: seconds since the epoch.
     """
 
@@ -60,12 +60,12 @@ class ClientSecrets:
         """A new secret, and what it stands for.
 
         Raises:
-            GatewayError: 429, there are too many.
+            GatewayError: 429, the caller has too many.
         """
         now = self._clock()
         self._secrets = {digest: secret for digest, secret in self._secrets.items() if secret.expires_at > now}
-        if len(self._secrets) >= self._most:
-            raise overloaded(f"{self._most} client secrets hold, the limit of this gateway; try again later.")
+        if sum(secret.caller == caller for secret in self._secrets.values()) >= self._most:
+            raise overloaded(f"{self._most} client secrets of this key hold, its limit; let some expire.")
         value = f"ek_{secrets.token_hex(16)}"
         made = self._secrets[_digest(value)] = Secret(caller, session, now + seconds)
         return value, made
