@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/** The camera: what it sees is shown in a corner, and each question has a picture of it. */
+/** The camera: its button shows what it sees, and each question has a picture of it. */
 
 import { byId } from "./dom.js";
 import { pictureOf } from "./media.js";

@@ -146,14 +146,15 @@ export class Dialogue {
       this.#session.send({ type: "response.cancel", response_id: responseId });
     }
     if (heard !== null && itemId) {
+      const heardMs = Math.floor(heard * 1000);
       this.#session.send({
         type: "conversation.item.truncate",
         item_id: itemId,
         content_index: 0,
-        audio_end_ms: Math.floor(heard * 1000),
+        audio_end_ms: heardMs,
       });
       this.#session.send({ type: "conversation.item.retrieve", item_id: itemId });
-      view?.end(reply, 0, heard);
+      view?.end(reply, 0, heardMs / 1000);
     } else {
       this.#conversation.keepWords(itemId, "assistant", reply.text);
       view?.end(reply, reply.text.length, heard);
