@@ -55,6 +55,8 @@ class MediaOptions(TypedDict, total=False):
 class Token2WavOptions(TypedDict, total=False):
     """How codes become a waveform."""
 
+    preset: str
+    """A name of `presets` in the deployment's settings: `reference` or `fast`, as shipped."""
     mode: Literal["streaming", "offline"]
     solver: Literal["rk4", "euler"]
     num_steps: int

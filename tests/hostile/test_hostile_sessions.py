@@ -41,7 +41,9 @@ def triton() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url, realtime=RealtimeLimits(max_sessions=8), max_peer_connections=2000) as running:
+    with run_gateway(
+        triton.url, realtime=RealtimeLimits(max_sessions=8, ping_seconds=600), max_peer_connections=2000
+    ) as running:
         yield running
 
 

@@ -59,6 +59,7 @@ TALKER: TalkerOptions = {
 TOKEN2WAV: Token2WavOptions = {
     "mode": "offline",
     "solver": "euler",
+    "preset": "fast",
     "num_steps": 4,
     "guidance_scale": 1.0,
     "max_lead_s": 3.0,
