@@ -41,9 +41,9 @@ def triton() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(
-        triton.url, realtime=RealtimeLimits(max_sessions=8, ping_seconds=600), max_peer_connections=2000
-    ) as running:
+    """Its clients answer no pings, and one reads late on a slow machine."""
+    limits = RealtimeLimits(max_sessions=8, ping_seconds=600)
+    with run_gateway(triton.url, realtime=limits, max_peer_connections=2000, send_timeout_s=600) as running:
         yield running
 
 
