@@ -128,7 +128,9 @@ async def test_what_is_no_frame_ends_its_session_alone(
                 assert await asyncio.to_thread(close_code, connection) == code, name
         await other.say("Still here.")
     await asyncio.to_thread(gateway.wait_for_metric, SESSIONS, 0)
-    assert [record for record in caplog.records if record.exc_info] == []
+    # gRPC's poller, which all event loops of this process share, logs that another one was faster.
+    failed = [record for record in caplog.records if record.exc_info and record.exc_info[0] is not BlockingIOError]
+    assert failed == []
 
 
 async def test_a_text_that_is_none_is_refused_by_name(gateway: RunningGateway) -> None:
