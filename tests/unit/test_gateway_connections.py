@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, USER, RunningGateway, run_gateway, tracebacks
 from triton_omni_gateway import connections
 from triton_omni_gateway.connections import CHUNK_BYTES, MAX_HEAD_BYTES, SMALL_CHUNKS, BoundedProtocol, allow_open_files
 from triton_omni_gateway.logs import EVERY_S, Repeats
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
             answer += connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 413 ")
         sent_until_closed(connection, b"no length\r\n", 1, 100)
-    assert not [record for record in caplog.records if record.exc_info]
+    assert not tracebacks(caplog.records)
 
 
 @pytest.mark.parametrize(
