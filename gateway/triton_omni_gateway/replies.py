@@ -157,9 +157,7 @@ def speech_delta(data: bytes) -> bytes:
 
 def speech_done(info: Info | None, seed: int) -> bytes:
     """The event that ends a stream of speech; `finish_reason`, and `seed`, which repeats it, are not OpenAI's."""
-    found = usage(info)
-    counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
-    told = {name: found[ours] for name, ours in counts.items()}
+    told = token_counts(info)
     return event({"type": "speech.audio.done", "usage": told, "finish_reason": finish_reason(info), "seed": seed})
 
 
@@ -188,3 +186,10 @@ def usage(info: Info | None) -> Json:
         "total_tokens": prompt + text + audio,
         "completion_tokens_details": {"text_tokens": text, "audio_tokens": audio, "reasoning_tokens": 0},
     }
+
+
+def token_counts(info: Info | None) -> Json:
+    """The counts of `usage`, by the names of OpenAI's audio and realtime APIs."""
+    found = usage(info)
+    counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
+    return {name: found[ours] for name, ours in counts.items()}

@@ -65,7 +65,7 @@ class Soaked:
     """Share of a process's samples that are left out of its growth."""
     options: Mapping[str, Any] = field(default_factory=dict)
     meaning: Meaning | None = None
-    """What replies to known questions said; None = none was asked."""
+    """The meaning of replies to known questions; None = none was asked."""
 
     def disturbed(self, ended: Ended) -> bool:
         """True if a stage was missing while this request was open."""

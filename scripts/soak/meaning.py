@@ -105,7 +105,7 @@ def _asked(reply: Judged) -> Asked:
 
 
 def _wrong(reply: Judged, usual_length: float | None) -> str | None:
-    """What is wrong with a reply; None = nothing."""
+    """Return the fault of a reply; None = it has none."""
     audio = reply.answer.audio
     shares = {name: share.value / share.weight for name, share in reply.shares.items() if share.weight}
     if shares["text_errors"] > TEXT_ERRORS:

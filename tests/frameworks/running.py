@@ -19,6 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".cache" / "clients"
 PROGRAMS = Path(__file__).parent / "clients"
+SHARED = Path(__file__).parent / "shared"
+"""Modules that several programs import."""
 KEY = "a-key"
 TIMEOUT_S = 150
 """What a program takes on a machine with other work, and more."""
@@ -52,6 +54,7 @@ def _environment(address: str, folder: Path) -> dict[str, str]:
     return {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
+        "PYTHONPATH": str(SHARED),
         "OPENAI_BASE_URL": f"{address}/v1",
         "OPENAI_API_KEY": KEY,
         # It would ask GitHub for a list of prices.

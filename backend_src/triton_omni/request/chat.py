@@ -50,7 +50,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any] | str
-    """As text where they are no object, as where a limit cut that reply off."""
+    """Text where they are no object, for example where a limit cut that reply off."""
 
 
 @dataclass(frozen=True)

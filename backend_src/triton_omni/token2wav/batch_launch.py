@@ -7,6 +7,7 @@ nothing, and completion is polled. Independent of the choice of windows that sha
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -188,9 +189,14 @@ def fade_in(samples: Tensor, before: Tensor) -> None:
     """Fade, in place and linearly, from `before` [s], which another chunk made of the same frames, into `samples` [S],
     S >= s.
     """
-    count = len(before)
-    ramp = torch.linspace(0, 1, count + 2, device=before.device)[1:-1]
-    torch.lerp(before, samples[:count], ramp, out=samples[:count])
+    if count := len(before):
+        torch.lerp(before, samples[:count], _ramp(count, before.device), out=samples[:count])
+
+
+@functools.lru_cache(maxsize=1)
+def _ramp(count: int, device: torch.device) -> Tensor:
+    """Return the shares [count] of the new samples, between 0 and 1; all windows of a vocoder share them."""
+    return torch.linspace(0, 1, count + 2, device=device)[1:-1]
 
 
 def _frames(batch: Sequence[Due]) -> int:

@@ -224,7 +224,7 @@ class TranscriptionConfig(Strict):
 
 
 def _kind_of(given: Any) -> str:
-    """Which of both a `session` object is: without a `type`, or with a wrong one, of the usual kind."""
+    """Return the kind of a `session` object; one without a `type`, or with a wrong one, is of the usual kind."""
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return _TRANSCRIPTION if kind == "transcription" else _REALTIME
 

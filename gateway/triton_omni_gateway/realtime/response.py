@@ -11,7 +11,7 @@ from typing import Any, Literal
 from triton_omni_client import AudioDelta, Delta, Info, TextDelta, ToolCallDelta, heard_text
 from triton_omni_client.audio import SAMPLE_RATE
 from triton_omni_gateway.errors import GatewayError
-from triton_omni_gateway.replies import finish_reason, usage
+from triton_omni_gateway.replies import finish_reason, token_counts, usage
 
 from .calls import CallItem
 from .config import FunctionTool, Json, Modality, NamedTool, SoundFormat
@@ -239,9 +239,7 @@ def realtime_usage(info: Info | None) -> Json:
     kinds = {kind: details.get(kind, 0) for kind in ("text_tokens", "audio_tokens", "image_tokens", "cached_tokens")}
     said = {kind: found["completion_tokens_details"][kind] for kind in ("text_tokens", "audio_tokens")}
     return {
-        "total_tokens": found["total_tokens"],
-        "input_tokens": found["prompt_tokens"],
-        "output_tokens": found["completion_tokens"],
+        **token_counts(info),
         "input_token_details": kinds,
         "output_token_details": said,
     }

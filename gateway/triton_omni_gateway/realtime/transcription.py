@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from triton_omni_client import Info, OmniClientError, TextDelta
 from triton_omni_gateway.errors import GatewayError, Told, bad_request, broken
-from triton_omni_gateway.replies import usage
+from triton_omni_gateway.replies import token_counts, usage
 from triton_omni_gateway.transcription import listening_request
 
 from .config import Json, Transcription
@@ -101,8 +101,6 @@ def _hints(asked: Transcription) -> Iterator[str]:
 
 
 def _usage(info: Info | None) -> Json:
-    found = usage(info)
-    details = found["prompt_tokens_details"]
+    details = usage(info)["prompt_tokens_details"]
     kinds = {kind: details.get(kind, 0) for kind in ("text_tokens", "audio_tokens")}
-    counts = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
-    return {"type": "tokens", **{name: found[ours] for name, ours in counts.items()}, "input_token_details": kinds}
+    return {"type": "tokens", **token_counts(info), "input_token_details": kinds}

@@ -5,42 +5,10 @@ import asyncio
 import json
 
 from livekit.agents import Agent, AgentSession
-from livekit.agents.voice import io
 from livekit.plugins import openai
+from livekit_room import Speaker
 
 MODEL = "qwen2_5_omni"
-
-
-class Speaker(io.AudioOutput):
-    """Stands where a room would: plays speech in its own time, unless it is told to be silent."""
-
-    def __init__(self):
-        super().__init__(label="Speaker", capabilities=io.AudioOutputCapabilities(pause=False))
-        self.begun = asyncio.Event()
-        self.seconds = 0.0
-        """Of the speech that it got since the last reply ended."""
-        self._end = None
-
-    async def capture_frame(self, frame):
-        await super().capture_frame(frame)
-        self.seconds += frame.duration
-        self.begun.set()
-
-    def flush(self):
-        super().flush()
-        if self.begun.is_set():
-            self._end = asyncio.get_running_loop().call_later(self.seconds, self._ended, False)
-
-    def clear_buffer(self):
-        if self._end:
-            self._end.cancel()
-        if self.begun.is_set():
-            self._ended(True)
-
-    def _ended(self, interrupted):
-        self.on_playback_finished(playback_position=self.seconds, interrupted=interrupted)
-        self.seconds, self._end = 0.0, None
-        self.begun.clear()
 
 
 async def main():

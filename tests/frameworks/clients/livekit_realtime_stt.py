@@ -5,28 +5,12 @@ import asyncio
 import json
 import wave
 
-from livekit import rtc
 from livekit.agents import Agent, AgentSession
 from livekit.agents.utils import http_context
-from livekit.agents.voice import io
 from livekit.plugins import openai
+from livekit_room import Microphone
 
 MODEL = "qwen2_5_omni"
-RATE = 16000
-PIECE = RATE // 50
-
-
-class Microphone(io.AudioInput):
-    """A recording in its own time, and then silence."""
-
-    def __init__(self, samples):
-        super().__init__(label="Microphone")
-        self._samples = samples
-
-    async def __anext__(self):
-        await asyncio.sleep(PIECE / RATE)
-        piece, self._samples = self._samples[: 2 * PIECE].ljust(2 * PIECE, b"\0"), self._samples[2 * PIECE :]
-        return rtc.AudioFrame(piece, RATE, 1, PIECE)
 
 
 async def main():

@@ -3,26 +3,12 @@
 
 import asyncio
 import json
-from typing import Literal
 
-from livekit.agents import Agent, AgentSession, function_tool
+from livekit.agents import AgentSession
 from livekit.plugins import openai
+from livekit_weather import CITIES, Assistant
 
 MODEL = "qwen2_5_omni"
-CITIES = []
-
-
-class Assistant(Agent):
-    """Knows the weather."""
-
-    def __init__(self):
-        super().__init__(instructions="You are a helpful assistant.")
-
-    @function_tool
-    async def get_weather(self, city: Literal["Paris", "Rome"]) -> str:
-        """The weather in a city."""
-        CITIES.append(city)
-        return "The sky is blue."
 
 
 async def main():
