@@ -9,6 +9,7 @@ tested with real stages and threads and no server.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -451,10 +452,11 @@ class _Sounding:
 
 
 class FakeWaveformEngine(_FakeEngine):
-    """Two samples a code, both code / 1000; of use to it are `window` codes at a time."""
+    """Two samples a code, both code / 1000; of use to it are `window` codes at a time, and a step takes `at_once`."""
 
     wants_claim = False
     window = 1
+    at_once = sys.maxsize
 
     def open(self, key, voice, seed, options):
         del voice, seed
@@ -487,9 +489,10 @@ class FakeWaveformEngine(_FakeEngine):
                 del self.open_keys[key]
                 outputs.append(AudioOutput(key, torch.empty(0), error="non-finite waveform"))
             elif state.codes or state.ended:
-                samples = torch.tensor(state.codes).repeat_interleave(2) / 1000
-                state.codes = []
-                outputs.append(AudioOutput(key, samples, final=state.ended))
-                if state.ended:
+                samples = torch.tensor(state.codes[: self.at_once]).repeat_interleave(2) / 1000
+                del state.codes[: self.at_once]
+                final = state.ended and not state.codes
+                outputs.append(AudioOutput(key, samples, final=final))
+                if final:
                     del self.open_keys[key]
         return outputs
