@@ -59,8 +59,9 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 def quantization_arguments(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Engine arguments of a way to quantise the decoder's weights while they are loaded; none of them = not at all.
 
-    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides). The towers are left as they are: a
-    step does not run them, and FP8's kernels do not take every width that a vision tower has.
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides); fused decode steps leave the tokens'
+    numbers as they are. So are the towers: a step does not run them, and FP8's kernels do not take every width that a
+    vision tower has.
 
     Raises:
         SettingsError: the device or the dtype cannot be had with it.
