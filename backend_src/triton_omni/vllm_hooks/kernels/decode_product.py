@@ -31,6 +31,8 @@ _E4M3_STRIDE = 256
 """Depth at a time of weights that are half as large: as many bytes."""
 _STAGES = 4
 """Tiles on their way, one more than are waited for."""
+_E4M3_STAGES = {16: 5, 32: 4, 64: 3}
+"""The same of E4M3, by rows: as many as 99 KB of shared memory hold, and Hopper's 228 KB twice (of 64 rows once)."""
 _MOST_PARTS = 16
 """Maximum parts of a product whose depth is split."""
 _ENOUGH_PROGRAMS = 132
@@ -46,13 +48,11 @@ def most_rows(width: int) -> int:
 
 
 def reads_e4m3(device: torch.device) -> bool:
-    """True if the products read E4M3 on a device: from Hopper on, whose copy engine needs no registers."""
+    """True if the products read E4M3 on a device: from Hopper on.
+
+    Before it there is no copy engine, and threads that fetch such tiles themselves run out of registers.
+    """
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _e4m3_stages(tile: int) -> int:
-    """Tiles on their way: fewer where those of the rows are as large, so that a multiprocessor holds two programs."""
-    return _STAGES if tile <= 16 else _STAGES - 1
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def gated_product(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -
             COLUMNS=_GATED_COLUMNS,
             STRIDE=_E4M3_STRIDE,
             num_warps=4,
-            num_stages=_e4m3_stages(tile),
+            num_stages=_E4M3_STAGES[tile],
             **early_launch(rows.device),
         )
         return output
@@ -210,7 +210,10 @@ def _split_product(
 
 
 def shares(width: int, depth: int, stride: int = _STRIDE) -> tuple[int, int]:
-    """By how many programs the depth of a product [M, depth] x [depth, width] is shared, and the depth of each."""
+    """By how many programs the depth of a product [M, depth] x [depth, width] is shared, and the depth of each.
+
+    Each takes whole strides.
+    """
     wanted = min(_MOST_PARTS, triton.cdiv(_ENOUGH_PROGRAMS, triton.cdiv(width, _COLUMNS)))
     share = triton.cdiv(triton.cdiv(depth, stride), wanted) * stride
     return triton.cdiv(depth, share), share
@@ -225,7 +228,7 @@ def split_product(rows: Tensor, weights: Tensor, scales: Tensor | None = None, *
     Without `early`, the product begins after all earlier launches have ended, and so does every later launch.
     """
     (count, depth), width, tile = rows.shape, len(weights), padded_rows(len(rows))
-    stride, stages = (_STRIDE, _STAGES) if scales is None else (_E4M3_STRIDE, _e4m3_stages(tile))
+    stride, stages = (_STRIDE, _STAGES) if scales is None else (_E4M3_STRIDE, _E4M3_STAGES[tile])
     parts, share = shares(width, depth, stride)
     output = torch.empty(parts, count, width, dtype=torch.float32, device=rows.device)
     _split_product[(triton.cdiv(width, _COLUMNS), parts)](
