@@ -5,9 +5,9 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `listeners` longer; `apart` and `replicas` need two GPUs. Exit
-# code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
-# of random weights of 7B. STARTS ("1 2 3") and PRESETS ("reference fast") are a share of `caches`, `presets` and `many`;
+# After `./build.sh setup`. A part takes two to ten minutes, `listeners` and `caches` longer; `apart` and `replicas` need two
+# GPUs. Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL:
+# instead of random weights. STARTS ("1 2 3") and PRESETS ("reference fast"): a share of `caches`, of `presets` and `many`;
 # `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
@@ -166,12 +166,11 @@ part_caches() { # requests without a salt, with the caches and without, each ser
         "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/caches"
 }
 
-presets() { # presets PART THINKER_TALKER TOKEN2WAV PLACES...: listeners of replies of 20 s, for each preset
-    local part=$1 engines=$2 streams=$3 preset places variants=() loads=()
+presets() { # presets PART STAGES TOKEN2WAV PLACES...: listeners of replies of 20 s, for each preset
+    local part=$1 stages=$2 streams=$3 preset places variants=() loads=()
     shift 3
     for preset in ${PRESETS:-reference fast}; do
-        variants+=(--variant "$preset={\"thinker\": {$engines}, \"talker\": {$engines},
-            \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
+        variants+=(--variant "$preset={$stages \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
     done
     for places in "$@"; do
         loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
@@ -185,7 +184,8 @@ part_presets() { # evaluations of the flow against listeners that hear no gap
 }
 
 part_many() { # the same with room for 128 streams
-    presets many '"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}' '"max_streams": 128,' 96 128
+    local room='{"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}}'
+    presets many "\"thinker\": $room, \"talker\": $room," '"max_streams": 128,' 96 128
 }
 
 part_realtime() { # sessions of a gateway before a server, 1 and 32
@@ -215,10 +215,9 @@ part_replicas() {
 }
 
 part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against whole replies at ten points in float32
-    local wanted variants=()
+    local wanted flow='"diffusion": {"solver": "rk4", "num_steps": 10}' variants=()
     for wanted in balanced-float32 low_latency-float32 balanced-float16; do
-        variants+=(--variant "$wanted={\"token2wav\": {\"plan\": \"${wanted%-*}\", \"dtype\": \"${wanted#*-}\",
-            \"diffusion\": {\"solver\": \"rk4\", \"num_steps\": 10}}}")
+        variants+=(--variant "$wanted={\"token2wav\": {\"plan\": \"${wanted%-*}\", \"dtype\": \"${wanted#*-}\", $flow}}")
     done
     "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/quality" "${variants[@]}" -- \
         --sentences 20 --prompts 4 --pictures 0 --sounds 0 --seeds 3 \
@@ -229,7 +228,7 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
 }
 
 usage() {
-    sed -n '3,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     echo "Parts: ${PARTS[*]}"
 }
 
