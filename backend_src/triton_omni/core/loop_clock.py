@@ -7,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final, Literal
 
 from triton_omni.core.metrics import Metric
@@ -33,7 +32,7 @@ class LoopClock:
         self._passed_ns: defaultdict[Doing, int] = defaultdict(int)
 
     def attach(self) -> None:
-        """Make this the clock that `doing` switches on the calling thread."""
+        """Make this the clock that `SpentOn` switches on the calling thread."""
         _of_thread.clock = self
 
     def switch(self, doing: Doing) -> Doing:
@@ -49,15 +48,22 @@ class LoopClock:
             yield Metric("omni_loop_seconds_total", passed_ns / _NS_PER_S, {"doing": doing})
 
 
-@contextmanager
-def doing(what: Doing) -> Iterator[None]:
-    """Within, the loop of this thread does this; nothing happens on a thread without a clock."""
-    clock: LoopClock | None = getattr(_of_thread, "clock", None)
-    if clock is None:
-        yield
-        return
-    before = clock.switch(what)
-    try:
-        yield
-    finally:
-        clock.switch(before)
+class SpentOn:
+    """Within, the loop of this thread does `what`; nothing happens on a thread without a clock.
+
+    No generator, which would take three times as long as the two switches.
+    """
+
+    __slots__ = ("_before", "_clock", "_what")
+
+    def __init__(self, what: Doing) -> None:
+        self._what = self._before = what
+        self._clock: LoopClock | None = getattr(_of_thread, "clock", None)
+
+    def __enter__(self) -> None:
+        if self._clock is not None:
+            self._before = self._clock.switch(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.switch(self._before)

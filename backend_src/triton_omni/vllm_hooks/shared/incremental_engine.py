@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from triton_omni.core.loop_clock import doing
+from triton_omni.core.loop_clock import SpentOn
 from triton_omni.vllm_hooks.shared.compat import EngineCoreOutput
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalStep
 from triton_omni.vllm_hooks.shared.incremental_schedule import IncrementalScheduleMixin
@@ -34,7 +34,7 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
 
 
 def _whole_step(client: Any) -> list[EngineCoreOutput]:
-    with doing("mixed_step"):
+    with SpentOn("mixed_step"):
         given: list[EngineCoreOutput] = client.get_output().outputs
         return given
 
@@ -54,7 +54,7 @@ def _go_on(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutp
     if len(core.batch_queue) < core.batch_queue_size:
         return []
     oldest, scheduled, _ = core.batch_queue.pop()
-    with doing("device"):
+    with SpentOn("device"):
         result = oldest.result()
     outputs = core.scheduler.update_from_output(scheduled, result).get(0)
     return [] if outputs is None else outputs.outputs
