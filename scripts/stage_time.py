@@ -4,9 +4,10 @@
     python scripts/stage_time.py out/crowd_time/shipped/listeners-32.json...
 
 A stage's loop does one thing at a time, so a column adds up to the seconds between two readings of the metrics: the
-load and three seconds at most of rest. `device` are waits for steps without prompts and for windows; steps with
-prompts are `mixed_step`. `claim`, `pause` and `gather` are waits by the rules of `triton_omni.policy`. NVML's account
-of the GPU by stage has no part in the sums: a GPU works on while the host does.
+load and three seconds at most of rest. `device` are waits for decode steps and for windows. A step with prompts, or
+on a CPU, is a whole `vllm_step`. `claim`, `pause` and `gather` are waits by the rules of `triton_omni.policy`. NVML's
+account of the GPU by stage has no part in the sums: a GPU works on while the host does. On a CPU token2wav solves
+within its `step`.
 """
 
 from __future__ import annotations

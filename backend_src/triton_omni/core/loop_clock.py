@@ -11,9 +11,10 @@ from typing import Final, Literal
 
 from triton_omni.core.metrics import Metric
 
-Doing = Literal["sessions", "step", "mixed_step", "device", "claim", "pause", "gather", "input", "idle"]
-"""Work on sessions and messages; a step's work on the host; a whole step with prompts; waiting for the device, for the
-end of another stage's claim, of a pause or of a gathering, for input of open sequences, or for sequences.
+Doing = Literal["sessions", "step", "vllm_step", "device", "claim", "pause", "gather", "input", "idle"]
+"""Work on sessions and messages; a step's work on the host; a whole step of vLLM's own, which has prompts or runs on a
+CPU; waiting for the device, for the end of another stage's claim, of a pause or of a gathering, for input of open
+sequences, or for sequences.
 """
 _NS_PER_S: Final = 1_000_000_000
 _of_thread: Final = threading.local()

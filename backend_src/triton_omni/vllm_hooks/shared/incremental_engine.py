@@ -34,7 +34,7 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
 
 
 def _whole_step(client: Any) -> list[EngineCoreOutput]:
-    with SpentOn("mixed_step"):
+    with SpentOn("vllm_step"):
         given: list[EngineCoreOutput] = client.get_output().outputs
         return given
 
