@@ -70,9 +70,14 @@ def table(found: Figures) -> Iterator[str]:
     yield f"| load | variant | {' | '.join(KINDS)} |"
     yield "|" + "---|" * (2 + len(KINDS))
     rows = dict.fromkeys(tuple(reversed(key.split("/")[1:])) for key in found)
-    for load, variant in sorted(rows):
+    for load, variant in sorted(rows, key=_natural):
         cells = (_cell(found.get(f"{name}/{variant}/{load}", []), kind.digits) for name, kind in KINDS.items())
         yield f"| {load} | {variant} | {' | '.join(cells)} |"
+
+
+def _natural(names: tuple[str, ...]) -> list[list[str | int]]:
+    """A key that sorts numbers by their value."""
+    return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)] for name in names]
 
 
 def _cell(values: list[float], digits: int) -> str:

@@ -92,7 +92,7 @@ def main(
         write_repository(ROOT / "model_repository", folder / "repository", variant)
         with serving(variant, model_folder(model), folder, mps=mps) as served, gateway(served.grpc_url) as address:
             found = [asyncio.run(one_run(address, served.metrics_url, counts)) for _ in range(runs)]
-    written = {"figures": figures(model.rpartition(":")[2], found)}
+    written = {"figures": figures(Path(model.rpartition(":")[2]).name, found)}
     output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,8 +9,8 @@ the next turn. Milliseconds, median and p95 of all turns:
 - manual: from the end of the question, which is committed then, to the first audio
 - server_vad: from the end of the question to `speech_stopped` (its silence), and from there to the first audio
 - barge-in: from the first sample of speech in a reply to `response.done`, and to no session in any stage. The metrics
-  of a Triton server without other users tell the latter, so only one session can measure it. A reply that ends before
-  it is interrupted is not counted
+  of a Triton server without other users tell the latter, ten times a second, so only one session can measure it. A
+  reply that ends before it is interrupted is not counted
 """
 
 from __future__ import annotations

@@ -31,12 +31,16 @@ def test_starts_and_runs_are_put_together(tmp_path: Path, capsys: pytest.Capture
     write(first / "plain.1" / "one.2.json", answered(0, 0.147), answered(1, 0.147))
     write(first / "shipped.1" / "one.1.json", answered(0, 0.150), answered(1, 0.150))
     write(second / "plain.2" / "one.1.json", answered(0, 0.150, gap_s=3.0), answered(1, 0.150))
+    for places in (128, 96):
+        write(first / "plain.1" / f"listeners-{places}.json", answered(0, 0.2))
     SCRIPT["main"]([first, second], tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert figures["first_audio_p50/plain/one"] == {"values": [146.0, 147.0, 150.0], "unit": "ms", "part": "caches"}
     assert figures["replies_without_underrun/plain/one"]["values"] == [2, 2, 1]
     assert figures["requests/plain/one"]["values"] == [2, 2, 2]
     assert "first_text_p50/plain/one" not in figures
+    assert figures["requests/plain/listeners-128"]["values"] == [1]
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     columns = rows[0].index("first_audio_p50")
-    assert {row[1]: row[columns] for row in rows[2:]} == {"plain": "147.0 (146.0 to 150.0)", "shipped": "150.0"}
+    assert [row[0] for row in rows[2:]] == ["listeners-96", "listeners-128", "one", "one"]
+    assert {row[1]: row[columns] for row in rows[4:]} == {"plain": "147.0 (146.0 to 150.0)", "shipped": "150.0"}
