@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "OMNI_MODEL": "the checkpoint: a folder, a Hugging Face id, or random weights of a size such as `random:7b`; "
     "default: `training/mini`",
     "OMNI_PLATFORM": "`cpu` or `gpu`; by default `gpu` where `build.sh` finds an NVIDIA GPU",
+    "OMNI_PROFILE": "the same as `serve --profile`",
     "OMNI_GPUS": "the same as `serve --gpus`",
     "OMNI_MPS": "`1` = the same as `serve --mps`",
     "OMNI_LOG_FORMAT": "`plain` or `json`: the format of the stages' log records",

@@ -111,7 +111,9 @@ def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, scrip
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
     parameters = parsed(app, command[1:])
-    served = [script("compare.variants").parse_variant(text).settings["token2wav"] for text in parameters["variant"]]
+    served = [
+        script("compare.variants").parse_variant(text).profile.changes["token2wav"] for text in parameters["variant"]
+    ]
     plans = {"balanced", "low_latency", "steady"}
     assert {(each["plan"], each["dtype"]) for each in served} == {
         (plan, dtype) for plan in plans for dtype in ("float32", "float16")
@@ -144,7 +146,7 @@ def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recor
     app.command()(script("compare.__main__").main)
     bench = typer.main.get_command(cli.app).get_command(None, "bench")
     parameters = parsed(app, command[1:])
-    variants = [script("compare.variants").parse_variant(text).settings for text in parameters["variant"]]
+    variants = [script("compare.variants").parse_variant(text).profile.changes for text in parameters["variant"]]
     room = {"engine": {"kv_cache_tokens": 294912}}
     plain = {"prefix_caching": False, **room}
     assert variants == [{"thinker": plain, "talker": plain}, {"thinker": room, "talker": room}]

@@ -427,7 +427,16 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
     """Read and check one `stage.yaml`.
 
     Raises:
-        SettingsError: the file is missing, is no UTF-8 mapping, or holds an unknown key or an impossible value.
+        SettingsError: as `read_settings` and `check_settings`.
+    """
+    return check_settings(read_settings(path), kind, str(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Keys and values of a file, unchecked.
+
+    Raises:
+        SettingsError: the file is missing, or is no UTF-8 mapping.
     """
     try:
         raw = read_yaml(path)
@@ -435,10 +444,19 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     if raw is not None and not isinstance(raw, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
+    return raw or {}
+
+
+def check_settings(raw: Mapping[str, Any], kind: type[SettingsT], source: str) -> SettingsT:
+    """Make settings of what was read from `source`.
+
+    Raises:
+        SettingsError: an unknown key or an impossible value.
+    """
     try:
-        return kind.model_validate(raw or {})
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise SettingsError(f"{path}: {describe_validation(error, kind)}") from error
+        raise SettingsError(f"{source}: {describe_validation(error, kind)}") from error
 
 
 def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:
