@@ -9,7 +9,7 @@
 # code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality memory)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -177,6 +177,17 @@ part_quality() { # plans, solvers and precisions against whole replies in float3
         --setting 'rk4-4={"token2wav": {"solver": "rk4", "num_steps": 4}}' \
         --setting 'euler-21={"token2wav": {"solver": "euler", "num_steps": 21}}' \
         --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
+}
+
+part_memory() { # the profile `small` where no more memory is free, and the largest photo that it takes
+    local photo="$OUT/memory/photo.jpg" failed=0
+    mkdir -p "$OUT/memory"
+    "$PYTHON" -c "from PIL import Image; Image.effect_noise((2688, 2240), 64).convert('RGB').save('$photo')" || return
+    set -- --variant 'small={"profile": "small"}' --load "$ONE" --load "$EIGHT" --load \
+        "photo=--concurrency 1 --requests 4 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
+    compare memory/7b 7b-awq --memory 22 "$@" || failed=1
+    compare memory/3b 3b --memory 20 "$@" || failed=1
+    return "$failed"
 }
 
 usage() {

@@ -18,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from triton_omni.core.profile import load_profile
 from triton_omni_client import cli
 from triton_omni_client.evaluate.options import OFFLINE, parse_setting
 
@@ -67,7 +68,7 @@ def parsed(app: typer.Typer, arguments: list[str]) -> dict[str, Any]:
 
 def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script: Any) -> None:
     code, said, commands = recorded.run(str(recorded.folder / "out"))
-    assert (code, said.splitlines()[-1]) == (1, "not all measured: small")
+    assert (code, said.splitlines()[-1]) == (1, "not all measured: small memory")
     programs = {"compare": typer.Typer(), "micro": script("micro.__main__").app}
     programs["compare"].command()(script("compare.__main__").main)
     found = [
@@ -75,7 +76,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 7
+    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 9
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
         ("evaluate" if parameters["evaluate"] else "bench", *options)
@@ -175,6 +176,26 @@ def test_speech_of_2_and_30_s_is_sent_whole_and_while_it_is_spoken(recorded: Rec
     turns = [json.loads(Path(path).read_text()) for path in scripts[::2]]
     assert turns == [[{"audio": ["2s.wav"]}, {"audio": ["30s.wav"]}], [{"audio": ["30s.wav"]}, {"audio": ["2s.wav"]}]]
     assert len(made) == 2
+
+
+def test_small_is_measured_where_no_more_memory_is_free(recorded: Recorded, script: Any) -> None:
+    code, _, (made, *commands) = recorded.run(str(recorded.folder / "out"), "memory")
+    assert code == 1, "3B cannot be measured here, and 7B was"
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    served = [parsed(app, command[1:]) for command in commands]
+    assert [(each["model"], each["memory"], each["mps"]) for each in served] == [
+        ("random:7b-awq", 22, True),
+        ("random:3b", 20, True),
+    ]
+    (variant,) = {text for each in served for text in each["variant"]}
+    assert script("compare.variants").parse_variant(variant).profile.changes == load_profile("small").changes
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    asked = [
+        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), served[0])
+    ]
+    assert [(one["concurrency"], len(one["image"])) for one in asked] == [("1", 0), ("8", 0), ("1", 1)]
+    assert str(asked[-1]["image"][0]) in made[-1]
 
 
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
