@@ -37,13 +37,13 @@ from triton_omni.vllm_hooks.shared.engine_args import (
     apply_thread_share,
     build_engine_args,
     check_length,
-    quantization_arguments,
     resolve_dtype,
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.shared.incremental_engine import core_step
 from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
 from triton_omni.vllm_hooks.shared.prefix_cache import PrefixCacheMixin
+from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
 from triton_omni.vllm_hooks.thinker import networks
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
@@ -68,13 +68,14 @@ class ThinkerVllmEngine:
         device: `cpu` or a CUDA device.
 
     Raises:
-        SettingsError: the device, a class name or the length of sequences cannot be used.
+        SettingsError: the device, a class name, the length of sequences or a quantisation cannot be used.
         UnsupportedEngineError: the configuration asks for speculative decoding.
     """
 
     def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
         networks.register()
-        check_length(settings.engine, load_config(checkpoint).thinker.decoder)
+        facts = load_config(checkpoint)
+        check_length(settings.engine, facts.thinker.decoder)
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
@@ -91,7 +92,7 @@ class ThinkerVllmEngine:
                 prefix_caching=settings.prefix_caching,
             ),
             prefix_caching=settings.prefix_caching,
-            **quantization_arguments(settings.quantization, device, self.dtype),
+            **quantization_arguments(settings, facts.four_bit, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
             limit_mm_per_prompt={"image": media, "audio": media, "video": media},
