@@ -4,29 +4,40 @@
     python scripts/gpu_memory.py
 
 Weights are the tensors of the synthetic checkpoints, which have the published sizes; caches follow from the settings.
-token2wav's share is a measured input.
+token2wav's share is a measured input. `scripts/benchmarks.sh out memory` measures a whole server.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 from triton_omni.checkpoint.synthetic import planned_tensors
-from triton_omni.checkpoint.synthetic_config import Size, omni_config
-from triton_omni.core.settings import EngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.checkpoint.synthetic_config import omni_config, split_name
+from triton_omni.core.profile import NO_PROFILE, load_profile
+from triton_omni.supervisor.served_repository import StageSettings, stage_settings
 
-TOKEN2WAV_GB = 6.1
-"""Measured once on 2026-11-26, on an H200 with one stream, by `scripts/benchmarks.sh out served`."""
-SIZES: tuple[Size, ...] = ("7b", "3b")
-SMALL_SEQUENCES = 4
-"""`engine.max_num_seqs` of thinker and talker in the last row."""
-_VALUE_BYTES = 2  # half precision
+REPOSITORY: Final = Path(__file__).resolve().parents[1] / "model_repository"
+TOKEN2WAV: Final = 6_100_000_000
+"""Bytes, with `SHIPPED_STREAMS`. Measured once on 2026-11-26, on an H200, by `scripts/benchmarks.sh out served`."""
+SHIPPED_STREAMS: Final = 64
+WINDOW_CACHE: Final = 72 * 196_608
+"""Bytes of a stream's pages (docs/architecture.md)."""
+COLUMNS: Final = {
+    "7B": ("7b", None),
+    "3B": ("3b", None),
+    "`small`, 7B in 4 bits": ("7b-awq", "small"),
+    "`small`, 3B": ("3b", "small"),
+}
+"""Checkpoint and profile by title. AWQ and GPTQ differ by 5 MB."""
+_VALUE_BYTES: Final = 2  # half precision
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a checkpoint of one size takes: weights of a stage, and a cached token of a stage."""
+    """Bytes that a checkpoint takes: weights of a stage, and a cached token of a stage."""
 
     thinker_weights: int
     talker_weights: int
@@ -36,11 +47,12 @@ class Needs:
     """The same."""
 
     @classmethod
-    def of(cls, size: Size) -> Needs:
-        """By the synthetic checkpoint of that size; none is written."""
+    def of(cls, name: str) -> Needs:
+        """By the synthetic checkpoint of that name; none is written."""
         weights = {"thinker": 0, "talker": 0, "token2wav": 0}
-        for tensor in planned_tensors(size):
+        for tensor in planned_tensors(name):
             weights[tensor.name.partition(".")[0]] += tensor.nbytes
+        size, _ = split_name(name)
         config = cast(Any, omni_config(size))
         thinker, talker = config.thinker_config.text_config, config.talker_config
         return cls(weights["thinker"], weights["talker"], *(_token_bytes(part) for part in (thinker, talker)))
@@ -52,43 +64,34 @@ def _token_bytes(config: Any) -> int:
     return int((2 * config.num_hidden_layers * config.num_key_value_heads * head_dim + row) * _VALUE_BYTES)
 
 
+def settings(profile: str | None) -> StageSettings:
+    """The shipped settings under a profile."""
+    return stage_settings(REPOSITORY, load_profile(profile) if profile else NO_PROFILE)
+
+
+def parts(name: str, stages: StageSettings) -> dict[str, int]:
+    """Bytes by part of a server with that synthetic checkpoint."""
+    need, thinker, talker = Needs.of(name), stages.thinker.engine, stages.talker.engine
+    return {
+        "thinker's weights": need.thinker_weights,
+        "talker's weights": need.talker_weights,
+        "thinker's KV cache and rows": need.thinker_token * thinker.cached_tokens,
+        "talker's KV cache and rows": need.talker_token * talker.cached_tokens,
+        "token2wav with its CUDA graphs": TOKEN2WAV - (SHIPPED_STREAMS - stages.token2wav.max_streams) * WINDOW_CACHE,
+    }
+
+
 def document() -> str:
     """The table, and a sentence on tokens."""
-    needs = [Needs.of(size) for size in SIZES]
-    thinker, talker = ThinkerSettings().engine, TalkerSettings().engine
-    rows = {
-        "thinker's weights, half precision": [_gb(need.thinker_weights) for need in needs],
-        "talker's weights": [_gb(need.talker_weights) for need in needs],
-        f"thinker's KV cache and rows, {thinker.cached_tokens:,} tokens": [
-            _gb(need.thinker_token * thinker.cached_tokens) for need in needs
-        ],
-        f"talker's KV cache and rows, {talker.cached_tokens:,} tokens": [
-            _gb(need.talker_token * talker.cached_tokens) for need in needs
-        ],
-        "token2wav with its recorded steps": [f"{TOKEN2WAV_GB}"] * len(needs),
-        "**together**": [f"**{_together(need, thinker, talker):.0f}**" for need in needs],
-        f"together with `engine.max_num_seqs: {SMALL_SEQUENCES}` in thinker and talker": [
-            f"{_together(need, *(_small(engine) for engine in (thinker, talker))):.0f}" for need in needs
-        ],
-    }
-    lines = [("GB", *(size.upper() for size in SIZES)), ("---",) * 3, *((name, *cells) for name, cells in rows.items())]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| --- | --- | --- |", "|---|---|---|")
-    tokens = [f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in needs]
-    return f"{table}\n\nA token takes, in thinker and talker: 7B {tokens[0]}, 3B {tokens[1]}.\n"
-
-
-def _together(need: Needs, thinker: EngineSettings, talker: EngineSettings) -> float:
-    weights = need.thinker_weights + need.talker_weights
-    caches = need.thinker_token * thinker.cached_tokens + need.talker_token * talker.cached_tokens
-    return (weights + caches) / 1e9 + TOKEN2WAV_GB
-
-
-def _small(engine: EngineSettings) -> EngineSettings:
-    return engine.model_copy(update={"max_num_seqs": SMALL_SEQUENCES})
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f}"
+    columns = [parts(name, settings(profile)) for name, profile in COLUMNS.values()]
+    rows = [(part, *(f"{column[part] / _GIB:.1f}" for column in columns)) for part in columns[0]]
+    together = ("**together**", *(f"**{sum(column.values()) / _GIB:.1f}**" for column in columns))
+    header = f"| GiB | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}"
+    table = "\n".join([header, *(f"| {' | '.join(row)} |" for row in (*rows, together))])
+    seven, three = (
+        f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in map(Needs.of, ("7b", "3b"))
+    )
+    return f"{table}\n\nA token takes, in thinker and talker: 7B {seven}, 3B {three}.\n"
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ class RequestLimits(_Frozen):
     max_video_pixels: Positive = 96 << 20
     """Pixels of all sampled frames of one video, which are scaled down to fit, and of all videos together."""
     max_video_source_pixels: Positive = 16 << 30
-    """Pixels of all decoded frames of one video, sampled or not; by default two minutes of 1080p at 60 Hz."""
+    """Pixels of all decoded frames of one video; by default two minutes of 1080p at 60 Hz."""
     max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0
     """CPU seconds to decode all media of one request; the decoding process is ended then."""
     max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
@@ -205,7 +205,7 @@ class ThinkerSettings(_Frozen):
     quantization: Quantization = "none"
     """`fp8` quantises the decoder's matrix products at load: faster, less exact (GPU only, not `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
-    """GPUs that share each layer: the one that the stage is placed on, and those after it."""
+    """GPUs that share each layer: the stage's own, and those after it."""
     steady_decode: bool = True
     """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
     prefix_caching: bool = True
@@ -349,7 +349,7 @@ class Token2WavSettings(_Frozen):
         "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
         "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
-    """Streaming plans by name; see the table below."""
+    """Streaming plans by name, as below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     preset: str = "reference"
     """Name of the entry of `presets` that replies use; a request may choose."""

@@ -115,8 +115,9 @@ def parser(*, mps: bool = False) -> argparse.ArgumentParser:
         default=os.environ.get("OMNI_MODEL"),
         help="checkpoint folder or Hugging Face id (default: OMNI_MODEL)",
     )
-    profiles = f"settings that go before those of `stage.yaml`: {', '.join(named_profiles())}, or a file"
-    profiles += " (default: OMNI_PROFILE, or none)"
+    profiles = (
+        f"values that go before those of `stage.yaml`: {', '.join(named_profiles())}, or a file (default: OMNI_PROFILE)"
+    )
     add("--profile", default=os.environ.get("OMNI_PROFILE"), metavar="NAME|FILE", help=profiles)
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default 8000; 0 = a free port)")
@@ -146,8 +147,8 @@ def parser(*, mps: bool = False) -> argparse.ArgumentParser:
         "preload the library by which the server outlives a stage that stands still or dies at a bad moment (default)"
     )
     add("--stall-guard", action=argparse.BooleanOptionalAction, default=True, help=guard)
-    warm = "speak a short reply at the start, so that the first caller does not wait for cold caches (default)"
+    warm = "speak a short reply at the start, so that no caller waits for cold caches (default)"
     add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
-    placed = "the GPU of each stage, for example thinker=0,token2wav=1 (default: OMNI_GPUS, or all on GPU 0)"
+    placed = "the GPU of each stage, for example thinker=0,token2wav=1 (default: OMNI_GPUS, or 0)"
     add("--gpus", default=os.environ.get("OMNI_GPUS", ""), metavar="STAGE=N,...", help=placed)
     return command
