@@ -9,7 +9,7 @@
 # code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality memory)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality four_bit memory)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -177,6 +177,13 @@ part_quality() { # plans, solvers and precisions against whole replies in float3
         --setting 'rk4-4={"token2wav": {"solver": "rk4", "num_steps": 4}}' \
         --setting 'euler-21={"token2wav": {"solver": "euler", "num_steps": 21}}' \
         --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
+}
+
+part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and served
+    micro four_bit/plain 7b --only thinker --steps 60 &&
+        micro four_bit/awq 7b-awq --only thinker,thinker-vllm --steps 60 &&
+        micro four_bit/gptq 7b-gptq --only thinker --steps 60 &&
+        compare four_bit/served 7b-awq --variant shipped --load "$ONE" --load "$TOGETHER"
 }
 
 part_memory() { # the profile `small` where no more memory is free, and the largest photo that it takes

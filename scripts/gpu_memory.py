@@ -27,7 +27,7 @@ WINDOW_CACHE: Final = 72 * 196_608
 COLUMNS: Final = {
     "7B": ("7b", None),
     "3B": ("3b", None),
-    "`small`, 7B in 4 bits": ("7b-awq", "small"),
+    "`small`, 7B-AWQ": ("7b-awq", "small"),
     "`small`, 3B": ("3b", "small"),
 }
 """Checkpoint and profile by title. AWQ and GPTQ differ by 5 MB."""

@@ -36,11 +36,13 @@ END_S = 40.0
 
 
 class Size(StrEnum):
-    """Sizes of checkpoints with random weights."""
+    """Checkpoints with random weights, some of `synthetic_config.NAMES`."""
 
     TINY = "tiny"
     B3 = "3b"
     B7 = "7b"
+    B7_AWQ = "7b-awq"
+    B7_GPTQ = "7b-gptq"
 
 
 def numbers(text: str, option: str, kind: type[int] | type[float]) -> tuple[Any, ...]:

@@ -106,7 +106,9 @@ def test_a_matrix_without_whole_groups_is_refused() -> None:
 def test_rows_are_those_of_the_dequantised_weights(pair: Pair) -> None:
     hf, prompts = HfReference(pair.plain), thinker_prompts(3, 250)
     ids = tuple(hf.processor.tokenizer(hf.render([{"role": "user", "content": "Tell me about the sea."}]))["input_ids"])
-    expected = hf.thinker(hf.ask("Tell me about the sea."), Sampling(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS))
+    expected = hf.thinker(
+        hf.ask("Tell me about the sea."), Sampling(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS)
+    )
     with thinker(pair.plain, dtype="bfloat16", sequences=4) as engine:
         plain = run_thinker(engine, prompts, TOKENS)
     with thinker(pair.packed, dtype="bfloat16", sequences=4) as engine:
@@ -126,9 +128,7 @@ def assert_the_decoder_alone_is_quantised(network: Any) -> None:
     from triton_omni.vllm_hooks.shared.compat import UnquantizedLinearMethod
 
     quantised = {
-        name
-        for name, part in network.named_modules()
-        if hasattr(part, "quant_method") and hasattr(part, "qweight")
+        name for name, part in network.named_modules() if hasattr(part, "quant_method") and hasattr(part, "qweight")
     }
     ends = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert quantised == {f"language_model.model.layers.{layer}.{end}" for layer in (0, 1) for end in ends}
@@ -215,6 +215,6 @@ def test_a_misshapen_part_is_named(tmp_path: Path) -> None:
     name = "thinker.model.layers.1.mlp.down_proj.scales"
     tensors = tensors_of(packed)
     save_file(tensors | {name: tensors[name][:2].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \[2, 64\], which does not fit the network"):
-        with thinker(tmp_path, dtype="bfloat16", sequences=4):
-            pass
+    message = rf"{name} has shape \[2, 64\], which does not fit the network"
+    with pytest.raises(CheckpointError, match=message), thinker(tmp_path, dtype="bfloat16", sequences=4):
+        pass

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from reference.dequantised import write_dequantised
 from reference.teacher_forcing import (
     DEVICE,
     Error,
@@ -25,6 +26,8 @@ from reference.teacher_forcing import (
     thinker,
     thinker_prompts,
 )
+from triton_omni.checkpoint.facts import FourBit, FourBitMethod
+from triton_omni.checkpoint.synthetic_config import FOUR_BIT_METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="recorded and fused decode steps need a GPU")
@@ -124,6 +127,23 @@ def test_thinker_steps_in_fp8(checkpoint: Path) -> None:
     fused = errors(exact, thinker_traces(checkpoint, plain, fused_decode=True, quantization="fp8"))
     assert_bounded("FP8 recorded", recorded, as_near(errors(exact, plain), FP8))
     assert_bounded("FP8 fused", fused, as_near(recorded))
+
+
+@on_gpu
+@pytest.mark.parametrize("method", FOUR_BIT_METHODS)
+def test_thinker_steps_in_four_bits(method: FourBitMethod, tmp_path: Path) -> None:
+    """Marlin's products of 4-bit weights round no more than plain ones of the same weights in bfloat16."""
+    packed, dense = tmp_path / "packed", tmp_path / "dense"
+    dense.mkdir()
+    make_shallow_checkpoint(packed, "7b", LAYERS, FourBit(method, 128))
+    write_dequantised(packed, dense)
+    plain = thinker_traces(dense, **PLAIN)
+    exact = thinker_traces(dense, plain, dtype="float32", **PLAIN)
+    bounds = as_near(errors(exact, plain))
+    recorded = errors(exact, thinker_traces(packed, plain, fused_decode=False))
+    fused = errors(exact, thinker_traces(packed, plain, fused_decode=True))
+    assert_bounded(f"{method} recorded", recorded, bounds)
+    assert_bounded(f"{method} fused", fused, bounds)
 
 
 def test_a_larger_error_than_that_of_plain_steps_is_noticed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from triton_omni.checkpoint.facts import FourBit
-from triton_omni.checkpoint.reading import Section
+from triton_omni.checkpoint.reading import CheckpointError, Section
 
 _GROUP_SIZES = (32, 64, 128)
 """Those of vLLM's Marlin kernels. The published checkpoints have 128."""
@@ -55,5 +55,5 @@ def _expect(section: Section, key: str, wanted: object, *, default: Any = None, 
         raise _refused(section, key, found, cure or f"{str(wanted).lower()} is served")
 
 
-def _refused(section: Section, key: str, found: object, served: str) -> Exception:
+def _refused(section: Section, key: str, found: object, served: str) -> CheckpointError:
     return section.fail(key, f"{found!r:.80} is not served: {served}")

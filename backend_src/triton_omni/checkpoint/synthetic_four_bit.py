@@ -3,13 +3,12 @@
 
 Sources of the format, none of them the published files themselves:
 
-- Qwen2.5-Omni's README ("GPTQ-Int4 and AWQ Usage") and `low-VRAM-mode/low_VRAM_demo_{awq,gptq}.py`: only the thinker's
-  weights are quantised, and there only `thinker.model.layers`. Embedding, head, towers, talker and token2wav are
-  `base_modules`, saved as they are in one index with the rest. They are loaded as float16, by autoawq 0.2.9 and
-  gptqmodel 2.0.0. Qwen published neither for 3B.
+- Qwen2.5-Omni's README ("GPTQ-Int4 and AWQ Usage", of 7B alone) and its `low_VRAM_demo_awq.py` and `_gptq.py`: only the
+  thinker's weights are quantised, and there only `thinker.model.layers`. Embedding, head, towers, talker and token2wav
+  are saved as they are, in one index with the rest. autoawq 0.2.9 and gptqmodel 2.0.0 load all as float16.
 - AutoAWQ's pull request 759, by the authors of these: zero points, groups of 128, version GEMM. The two files of a 3B
-  that it lists have 7.3 to 7.5 GiB together: with token2wav in float32 they are 7.3, in float16 6.5. AutoAWQ's class of the
-  model leaves out `visual`, and writes that into `quantization_config`, at the top level of `config.json`.
+  that it lists have 7.3 to 7.5 GiB together: with token2wav in float32 they are 7.3, in float16 6.5. AutoAWQ's class
+  of the model leaves out `visual` and writes that into `quantization_config`, at the top level of `config.json`.
 - AutoAWQ's `WQLinear_GEMM.from_linear` and vLLM's `auto_awq.py` have AWQ's packing, GPTQModel's `pack` and vLLM's
   `auto_gptq.py` have GPTQ's. GPTQModel, too, writes `quantization_config` at the top level.
 
@@ -109,7 +108,7 @@ def _rounded_up(scale: Tensor) -> Tensor:
 
 def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(_A_WORD))) -> Tensor:
     """int32 [R, C / 8] of codes [R, C]: the code of place `order[i]` has the bits from 4 i on."""
-    parts = codes.to(torch.int32).unflatten(1, (-1, _A_WORD))
+    parts = codes.to(torch.int32).reshape(len(codes), -1, _A_WORD)
     word = torch.zeros_like(parts[..., 0])
     for number, place in enumerate(order):
         word |= parts[..., place] << (_BITS * number)

@@ -32,6 +32,8 @@ _DEFAULTS = {
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # 4-bit weights alone are what a checkpoint asks for: on a CPU with AMX inputs would have 8 bits.
+    "VLLM_CPU_INT4_W4A8": "0",
     # torch runs what it finds there. Its default is a name in /tmp, and another user may have made that folder.
     "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the thinker's decoder is quantised: in 8 bits by a setting, or in 4 bits by the checkpoint; and where neither runs.
+"""How the thinker's decoder is quantised: to 8 bits by a setting, or to 4 by the checkpoint; and where neither runs.
 
-A checkpoint's own 4 bits need no argument: vLLM reads `quantization_config`, takes its Marlin kernels on a GPU and
-its `cpu_gemm_wna16` on a CPU, and leaves towers, embedding and head as they are.
+A checkpoint's own 4 bits need no argument: vLLM reads `quantization_config`, takes the kernels of Machete or Marlin on
+a GPU and its `cpu_gemm_wna16` on a CPU, and leaves towers, embedding and head as they are.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def quantization_arguments(
     return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_TOWERS)}}
 
 
-def _check_four_bit(
-    settings: ThinkerSettings, four_bit: FourBit, device: torch.device, dtype: torch.dtype
-) -> None:
+def _check_four_bit(settings: ThinkerSettings, four_bit: FourBit, device: torch.device, dtype: torch.dtype) -> None:
     weights = f"the checkpoint's 4-bit weights ({four_bit.method})"
     if settings.quantization != "none":
         raise SettingsError(f"quantization: {settings.quantization} does not take {weights}; use none")
