@@ -72,8 +72,8 @@ def main(
     asked = [(wanted, [run.beside(options or [], wanted.options) for run in loads]) for wanted in variants]
     _check(program, (run for _, runs in asked for run in runs), out)
     checkpoint, measured = model_folder(model), Measured(program, may_fail=memory is None)
-    _lay_out(variants, repository, out)
     with on_signals(_interrupt), _limited(memory) as before:
+        _lay_out(variants, repository, out)
         for wanted, runs in asked:
             measured.add(wanted.name, runs, serving(wanted, repository, checkpoint, out / wanted.name, mps=mps))
     console.print((judged if evaluate else compared)(measured.reports))

@@ -8,7 +8,7 @@ import io
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -285,6 +285,43 @@ def test_under_a_limit_of_memory_no_request_may_fail(compare, tmp_path, monkeypa
     measured.add("small", [load], nullcontext(compare("running").Served("host:1", "url", tmp_path)))
     assert measured.failures == ([] if may_fail else ["small, one: requests failed: {'internal': 2}"])
     assert list(measured.reports) == [("small", "one")]
+
+
+def test_servers_start_only_where_the_rest_of_the_memory_is_held(compare, tmp_path, monkeypatch, capsys):
+    program, memory, states = compare("__main__"), compare("memory"), []
+
+    @contextmanager
+    def held(gib):
+        states.append(f"held {gib:g}")
+        yield
+        states.append("free")
+
+    @contextmanager
+    def served(variant, *_where, mps):
+        states.append(f"{variant.name} starts")
+        yield compare("running").Served("host:1", "url", tmp_path)
+
+    monkeypatch.setattr(program, "free_memory", held)
+    monkeypatch.setattr(program, "used_memory", lambda: {"gpu/0/memory_mib": 1024.0})
+    monkeypatch.setattr(program, "serving", served)
+    monkeypatch.setattr(program, "measure", lambda *_: run_with(gpu__0__memory_mib=21))
+    monkeypatch.setattr(program, "_check", lambda *_: None)
+    monkeypatch.setattr(program, "model_folder", Path)
+    program.main(variant=['small={"profile": "small"}'], memory=22, out=tmp_path / "out", model="x")
+    assert states == ["held 22", "small starts", "free"]
+    assert ["small", "0.0", "0.0", "0.0", "20.0", "20.0"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+    def refuses(_gib):
+        raise memory.MemoryNotHeld("no GPU memory could be held back: none")
+
+    monkeypatch.setattr(program, "free_memory", refuses)
+    with pytest.raises(typer.Exit) as ended:
+        program.main(variant=["shipped"], memory=22, out=tmp_path / "other", model="x")
+    assert ended.value.exit_code == 1
+    assert "error: no GPU memory could be held back: none" in capsys.readouterr().out
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_limit_of_memory_is_nothing_to_be_judged(compare):
