@@ -45,7 +45,7 @@ def test_small_fits_a_gpu_of_24_gb_with_room_for_contexts_and_activations() -> N
         title: sum(MEMORY["parts"](name, MEMORY["settings"](profile)).values()) for title, (name, profile) in COLUMNS
     }
     assert all(total < 17 * 2**30 for title, total in totals.items() if "small" in title)
-    assert all(total > 24 * 2**30 for title, total in totals.items() if "small" not in title)
+    assert all(total > 22 * 2**30 for title, total in totals.items() if "small" not in title)
 
 
 def test_fewer_streams_need_fewer_pages() -> None:
