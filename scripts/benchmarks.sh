@@ -75,7 +75,8 @@ part_small() {
 part_steps() {
     micro steps/steady 7b --only thinker,thinker-vllm,talker --steps 60 &&
         micro steps/small 3b --only thinker,thinker-vllm,talker --steps 60 &&
-        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode
+        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode &&
+        micro steps/fp8 7b --only thinker,thinker-vllm --steps 60 --quantization fp8
 }
 
 part_windows() {

@@ -20,8 +20,8 @@ from triton_omni.supervisor.served_repository import StageSettings, stage_settin
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1] / "model_repository"
 TOKEN2WAV: Final = 6_100_000_000 - 22 * 8 * 1024**2 * 4
-"""Bytes, with `SHIPPED_STREAMS`. Measured once on 2026-11-26, on an H200, by `scripts/benchmarks.sh out served`. Since then
-the float32 products of the DiT's 22 layers are freed, each of 8 x 1024 x 1024 weights."""
+"""Bytes, with `SHIPPED_STREAMS`. Measured once on 2026-11-26, on an H200, by `scripts/benchmarks.sh out served`. Since
+then the float32 products of the DiT's 22 layers are freed, each of 8 x 1024 x 1024 weights."""
 SHIPPED_STREAMS: Final = 64
 WINDOW_CACHE: Final = 72 * 196_608
 """Bytes of a stream's pages (docs/architecture.md)."""

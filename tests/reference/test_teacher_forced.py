@@ -41,6 +41,11 @@ FP8 = Error(typical=12.0, worst=12.0)
 """Largest error of FP8 steps, as a multiple of that of plain steps in bfloat16. FP8 has 4 bits of mantissa and bfloat16
 8, so each rounding is 16 times as large. The products alone are in FP8: an H100 measured 10 to 11.
 """
+WEIGHTS_ALONE = Error(typical=1.0, worst=1.25)
+"""Largest error of fused FP8 steps, as a multiple of that of vLLM's. Theirs round a product's rows as coarsely as its
+weights, fused ones the weights alone: of two equal errors that add up by their squares one is left, 0.7 of the sum. The
+keys and values of prompts are vLLM's in both.
+"""
 CHANGED = 0.06
 """Relative error by which a changed network is noticed: three times that of plain steps in bfloat16."""
 VOCABULARY = 250
@@ -126,7 +131,7 @@ def test_thinker_steps_in_fp8(checkpoint: Path) -> None:
     recorded = errors(exact, thinker_traces(checkpoint, plain, fused_decode=False, quantization="fp8"))
     fused = errors(exact, thinker_traces(checkpoint, plain, fused_decode=True, quantization="fp8"))
     assert_bounded("FP8 recorded", recorded, as_near(errors(exact, plain), FP8))
-    assert_bounded("FP8 fused", fused, as_near(recorded))
+    assert_bounded("FP8 fused", fused, as_near(recorded, WEIGHTS_ALONE))
 
 
 @on_gpu

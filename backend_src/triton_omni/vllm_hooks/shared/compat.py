@@ -93,6 +93,7 @@ try:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -251,6 +252,7 @@ __all__ = [
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "ForwardContext",
+    "Fp8PtpcOnlineLinearMethod",
     "GPUModelRunner",
     "GuidanceBackend",
     "Hermes2ProToolParser",

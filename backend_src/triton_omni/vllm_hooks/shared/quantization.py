@@ -26,8 +26,9 @@ def quantization_arguments(
 ) -> dict[str, Any]:
     """Engine arguments of a way to quantise the decoder's weights while they are loaded; none = as they are stored.
 
-    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides). The towers are left as they are: a
-    step does not run them, and FP8's kernels do not take every width that a vision tower has.
+    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides); fused decode steps leave the tokens'
+    numbers as they are. So are the towers: a step does not run them, and FP8's kernels do not take every width that a
+    vision tower has.
 
     Args:
         settings: of the stage.
