@@ -6,7 +6,9 @@ Without a GPU they run in the Triton language's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from reference.teacher_forcing import thinker
 from triton_omni.vllm_hooks.kernels.decode_product import gated_product, reads_e4m3, shares, split_product
 from triton_omni.vllm_hooks.shared import fused_layers
 from triton_omni.vllm_hooks.shared.compat import Fp8PtpcOnlineLinearMethod, UnquantizedLinearMethod
+from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 from triton_omni.vllm_hooks.shared.fused_layers import Matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -105,7 +109,7 @@ WIDTH, INNER, HEADS, ROWS = 96, 160, 3, 5
 
 
 class Linear(nn.Module):
-    """A linear layer; E4M3 as vLLM's own method quantises it, but without the kernel, which this CPU has not.
+    """A linear layer, which vLLM's own method quantises; it multiplies in float64.
 
     Args:
         weights: [N, K].
@@ -255,3 +259,47 @@ def test_layers_are_fused_whole_where_the_products_read_every_matrix(
     for layer in layers:
         assert isinstance(layer.forward, fused_layers.FusedLayer) == whole
         assert isinstance(layer.self_attn.forward, fused_layers.FusedAttention)
+
+
+@pytest.fixture(scope="module")
+def vllm_layers(tiny_checkpoint: Path) -> Iterator[list[Any]]:
+    """A thinker's decoder layers, loaded by vLLM in FP8: on a CPU, too, where no stage is let."""
+    from triton_omni.vllm_hooks.thinker import engine
+
+    plain = engine.quantization_arguments
+
+    def as_on_a_gpu(*given: Any) -> Any:
+        return plain(*(torch.device("cuda") if isinstance(one, torch.device) else one for one in given))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "quantization_arguments", as_on_a_gpu)
+        with thinker(tiny_checkpoint, dtype="bfloat16", sequences=4, quantization="fp8", fused_decode=False) as made:
+            yield decoder_of(made._model)[1]
+
+
+def linears(layer: Any) -> list[Any]:
+    return [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+
+
+@from_hopper_on
+def test_products_are_near_to_those_of_vllm_s_layers(vllm_layers: list[Any]) -> None:
+    """vLLM rounds the rows to E4M3 as well: 3 % apart."""
+    for layer in vllm_layers:
+        for linear in linears(layer):
+            matrix = Matrix.of(linear)
+            rows = normal(4, matrix.weights.shape[1]).to(torch.bfloat16)
+            ours = split_product(rows.to(KIND), *matrix).sum(0)
+            theirs = linear(rows)[0].float()
+            if linear.bias is not None:
+                theirs -= linear.bias.float()
+            assert 0 < (ours - theirs).norm() / theirs.norm() < 0.04
+
+
+@from_hopper_on
+def test_layers_of_vllm_are_fused_whole(vllm_layers: list[Any]) -> None:
+    plain = [(layer.forward, layer.self_attn.forward) for layer in vllm_layers]
+    try:
+        assert fused(vllm_layers).layers
+    finally:
+        for layer, (whole, attention) in zip(vllm_layers, plain, strict=True):
+            layer.forward, layer.self_attn.forward = whole, attention

@@ -241,6 +241,13 @@ def test_vllm_knows_the_variable_of_its_batch_invariant_kernels() -> None:
     assert INVARIANCE_VARIABLE in envs.environment_variables
 
 
+@pytest.mark.usefixtures("engine_args")
+def test_inputs_of_4_bit_weights_keep_their_precision_on_every_cpu() -> None:
+    from vllm import envs
+
+    assert envs.VLLM_CPU_INT4_W4A8 is False
+
+
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 

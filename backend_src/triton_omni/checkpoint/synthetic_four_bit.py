@@ -12,7 +12,8 @@ Sources of the format, none of them the published files themselves:
 - AutoAWQ's `WQLinear_GEMM.from_linear` and vLLM's `auto_awq.py` have AWQ's packing, GPTQModel's `pack` and vLLM's
   `auto_gptq.py` have GPTQ's. GPTQModel, too, writes `quantization_config` at the top level.
 
-Whether the published GPTQ file has `desc_act` is not known: gptqmodel 2.0.0 has it on unless told otherwise.
+Whether the published GPTQ file has `desc_act` is not known: gptqmodel 2.0.0 has it on unless told otherwise, and Qwen's
+GPTQ-Int4 checkpoints of Qwen2 have it off.
 """
 
 from __future__ import annotations

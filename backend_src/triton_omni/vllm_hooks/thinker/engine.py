@@ -48,7 +48,7 @@ from triton_omni.vllm_hooks.thinker import networks
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
-from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys
+from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys, salted
 from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
@@ -133,6 +133,7 @@ class ThinkerVllmEngine:
         self._prefixes = scheduler if isinstance(scheduler, PrefixCacheMixin) else None
         if self._prefixes is not None:
             self._prefixes.collect = self._collect_rows
+            self._core.request_block_hasher = salted(self._core.request_block_hasher)
         # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
         self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
         if device.type == "cuda":
@@ -200,7 +201,8 @@ class ThinkerVllmEngine:
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
-        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows)
+        is_shared = self._prefixes is not None and "cache_salt" in placed.engine_input
+        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
         speech = Speech(sampling)
         release = RowRelease(len(placed.prompt_token_ids), cuts=speech.cuts)
         # Kept, since vLLM forgets them before it tells how the reply ended.
