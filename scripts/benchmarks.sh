@@ -12,7 +12,7 @@
 set -euo pipefail
 
 PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
-    caches presets many realtime crowd_time apart replicas quality four_bit)
+    caches presets many realtime crowd_time apart replicas quality four_bit memory)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -233,6 +233,17 @@ part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and s
         micro four_bit/awq 7b-awq --only thinker,thinker-vllm --steps 60 &&
         micro four_bit/gptq 7b-gptq --only thinker --steps 60 &&
         compare four_bit/served 7b-awq --variant shipped --load "$ONE" --load "$TOGETHER"
+}
+
+part_memory() { # the profile `small` where no more memory is free, and the largest photo that it takes
+    local photo="$OUT/memory/photo.jpg" failed=0
+    mkdir -p "$OUT/memory"
+    "$PYTHON" -c "from PIL import Image; Image.effect_noise((2688, 2240), 64).convert('RGB').save('$photo')" || return
+    set -- --variant 'small={"profile": "small"}' --load "$ONE" --load "$EIGHT" --load \
+        "photo=--concurrency 1 --requests 4 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
+    compare memory/7b 7b-awq --memory 22 "$@" || failed=1
+    compare memory/3b 3b --memory 20 "$@" || failed=1
+    return "$failed"
 }
 
 usage() {

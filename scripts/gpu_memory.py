@@ -4,25 +4,36 @@
     python scripts/gpu_memory.py
 
 Weights are the tensors of the synthetic checkpoints, which have the published sizes; caches follow from the settings.
-token2wav's share is a measured input.
+token2wav's share is a measured input. `scripts/benchmarks.sh out memory` measures a whole server.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
 from triton_omni.checkpoint.synthetic import planned_tensors
 from triton_omni.checkpoint.synthetic_config import omni_config, split_name
-from triton_omni.core.settings import EngineSettings, TalkerSettings, ThinkerSettings
+from triton_omni.core.profile import NO_PROFILE, load_profile
+from triton_omni.supervisor.served_repository import StageSettings, stage_settings
 
-TOKEN2WAV_GB = 6.1
-"""Measured once on 2026-11-26, on an H200 with one stream, by `scripts/benchmarks.sh out served`."""
-COLUMNS = {"7b": "7B", "7b-awq": "7B-AWQ", "3b": "3B"}
-"""Title by the synthetic checkpoint's name. AWQ and GPTQ differ by 5 MB."""
-SMALL_SEQUENCES = 4
-"""`engine.max_num_seqs` of thinker and talker in the last row."""
-_VALUE_BYTES = 2  # half precision
+REPOSITORY: Final = Path(__file__).resolve().parents[1] / "model_repository"
+TOKEN2WAV: Final = 6_100_000_000 - 22 * 8 * 1024**2 * 4
+"""Bytes, with `SHIPPED_STREAMS`. Measured once on 2026-11-26, on an H200, by `scripts/benchmarks.sh out served`. Since
+then the float32 products of the DiT's 22 layers are freed, each of 8 x 1024 x 1024 weights."""
+SHIPPED_STREAMS: Final = 64
+WINDOW_CACHE: Final = 72 * 196_608
+"""Bytes of a stream's pages (docs/architecture.md)."""
+COLUMNS: Final = {
+    "7B": ("7b", None),
+    "3B": ("3b", None),
+    "`small`, 7B-AWQ": ("7b-awq", "small"),
+    "`small`, 3B": ("3b", "small"),
+}
+"""Checkpoint and profile by title. AWQ and GPTQ differ by 5 MB."""
+_VALUE_BYTES: Final = 2  # half precision
+_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -54,45 +65,34 @@ def _token_bytes(config: Any) -> int:
     return int((2 * config.num_hidden_layers * config.num_key_value_heads * head_dim + row) * _VALUE_BYTES)
 
 
+def settings(profile: str | None) -> StageSettings:
+    """The shipped settings under a profile."""
+    return stage_settings(REPOSITORY, load_profile(profile) if profile else NO_PROFILE)
+
+
+def parts(name: str, stages: StageSettings) -> dict[str, int]:
+    """Bytes by part of a server with that synthetic checkpoint."""
+    need, thinker, talker = Needs.of(name), stages.thinker.engine, stages.talker.engine
+    return {
+        "thinker's weights": need.thinker_weights,
+        "talker's weights": need.talker_weights,
+        "thinker's KV cache and rows": need.thinker_token * thinker.cached_tokens,
+        "talker's KV cache and rows": need.talker_token * talker.cached_tokens,
+        "token2wav with its CUDA graphs": TOKEN2WAV - (SHIPPED_STREAMS - stages.token2wav.max_streams) * WINDOW_CACHE,
+    }
+
+
 def document() -> str:
     """The table, and a sentence on tokens."""
-    needs = list(map(Needs.of, COLUMNS))
-    thinker, talker = ThinkerSettings().engine, TalkerSettings().engine
-    rows = {
-        "thinker's weights": [_gb(need.thinker_weights) for need in needs],
-        "talker's weights": [_gb(need.talker_weights) for need in needs],
-        f"thinker's KV cache and rows, {thinker.cached_tokens:,} tokens": [
-            _gb(need.thinker_token * thinker.cached_tokens) for need in needs
-        ],
-        f"talker's KV cache and rows, {talker.cached_tokens:,} tokens": [
-            _gb(need.talker_token * talker.cached_tokens) for need in needs
-        ],
-        "token2wav with its CUDA graphs": [f"{TOKEN2WAV_GB}"] * len(needs),
-        "**together**": [f"**{_together(need, thinker, talker):.0f}**" for need in needs],
-        f"together with `engine.max_num_seqs: {SMALL_SEQUENCES}` in both": [
-            f"{_together(need, *(_small(engine) for engine in (thinker, talker))):.0f}" for need in needs
-        ],
-    }
-    header = f"| GB | {' | '.join(COLUMNS.values())} |\n|{'---|' * (1 + len(COLUMNS))}"
-    table = "\n".join([header, *(f"| {' | '.join((name, *cells))} |" for name, cells in rows.items())])
+    columns = [parts(name, settings(profile)) for name, profile in COLUMNS.values()]
+    rows = [(part, *(f"{column[part] / _GIB:.1f}" for column in columns)) for part in columns[0]]
+    together = ("**together**", *(f"**{sum(column.values()) / _GIB:.1f}**" for column in columns))
+    header = f"| GiB | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}"
+    table = "\n".join([header, *(f"| {' | '.join(row)} |" for row in (*rows, together))])
     seven, three = (
-        f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in (needs[0], needs[-1])
+        f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in map(Needs.of, ("7b", "3b"))
     )
     return f"{table}\n\nA token takes, in thinker and talker: 7B {seven}, 3B {three}.\n"
-
-
-def _together(need: Needs, thinker: EngineSettings, talker: EngineSettings) -> float:
-    weights = need.thinker_weights + need.talker_weights
-    caches = need.thinker_token * thinker.cached_tokens + need.talker_token * talker.cached_tokens
-    return (weights + caches) / 1e9 + TOKEN2WAV_GB
-
-
-def _small(engine: EngineSettings) -> EngineSettings:
-    return engine.model_copy(update={"max_num_seqs": SMALL_SEQUENCES})
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f}"
 
 
 if __name__ == "__main__":

@@ -22,16 +22,19 @@ from typing import Annotated, Any, Final
 
 import typer
 from compare.running import serving
-from compare.variants import Variant, write_repository
+from compare.variants import Variant
 from realtime_times import Load, Times, measure, read_question
 
+from triton_omni.core.profile import Profile
 from triton_omni.supervisor.model_folder import model_folder
 from triton_omni_client.bench.statistics import percentile
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SPOKEN, SPOKEN_S = ROOT / "docs" / "images" / "reply.wav", 1.5
 """Speech that a detector takes for speech, and how much of it is a question."""
-LIMITS: Final[dict[str, Any]] = {"thinker": {"max_new_tokens": 80}, "talker": {"max_codes": 600}}
+VARIANT: Final = Variant(
+    "realtime", Profile("realtime", {"thinker": {"max_new_tokens": 80}, "talker": {"max_codes": 600}})
+)
 TURNS: Final = {1: 5}
 """Turns of each kind by number of sessions, where they are not three."""
 
@@ -86,12 +89,12 @@ def main(
 ) -> None:
     """Measure realtime sessions of a server and a gateway of this machine."""
     counts = [int(count) for count in sessions.split(",")]
-    variant = Variant("realtime", LIMITS)
-    with tempfile.TemporaryDirectory(prefix="realtime-") as name:
-        folder = Path(name)
-        write_repository(ROOT / "model_repository", folder / "repository", variant)
-        with serving(variant, model_folder(model), folder, mps=mps) as served, gateway(served.grpc_url) as address:
-            found = [asyncio.run(one_run(address, served.metrics_url, counts)) for _ in range(runs)]
+    with (
+        tempfile.TemporaryDirectory(prefix="realtime-") as folder,
+        serving(VARIANT, ROOT / "model_repository", model_folder(model), Path(folder), mps=mps) as served,
+        gateway(served.grpc_url) as address,
+    ):
+        found = [asyncio.run(one_run(address, served.metrics_url, counts)) for _ in range(runs)]
     written = {"figures": figures(Path(model.rpartition(":")[2]).name, found)}
     output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

@@ -42,19 +42,20 @@ ENVIRONMENT = {
     "OMNI_MODEL": "the checkpoint: a folder, a Hugging Face id, or random weights such as `random:7b` or "
     "`random:7b-awq`; default: `training/mini`",
     "OMNI_PLATFORM": "`cpu` or `gpu`; by default `gpu` where `build.sh` finds an NVIDIA GPU",
+    "OMNI_PROFILE": "the same as `serve --profile`",
     "OMNI_GPUS": "the same as `serve --gpus`",
     "OMNI_MPS": "`1` = the same as `serve --mps`",
     "OMNI_LOG_FORMAT": "`plain` or `json`: the format of the stages' log records",
     "OMNI_LOG_LEVEL": "the lowest level of records that the stages log, for example `DEBUG`; by default `INFO`",
     "OMNI_CONTROL_KEY": "the key for Triton's model control, statistics, trace and log settings: at least 16 "
-    "characters; by default the supervisor draws one at each start",
+    "characters; by default drawn at each start",
     "OMNI_API_KEYS": "the gateway's API keys, separated by commas; `--api-keys` reads them from a file",
     "TRITON_OMNI_URL": "the server that the `triton-omni` client commands ask",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "the OpenTelemetry collector; without it the stages make no traces",
     "VLLM_CACHE_ROOT": "the folder of vLLM's compiled kernels and networks",
     "TORCHINDUCTOR_CACHE_DIR": "the folder of torch's compiled kernels; by default `.cache/inductor`",
     "CUDA_VISIBLE_DEVICES": "the GPUs that a server may use; stages count them from 0",
-    "TRITON_HOME": "an unpacked tritonserver to use in place of the pinned one",
+    "TRITON_HOME": "an unpacked tritonserver in place of the pinned one",
     "PYTHON": "the interpreter with which `build.sh` makes `.venv`",
 }
 HEAD = """\

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+import yaml
 from rich.console import Console
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -21,13 +22,15 @@ if not __package__:
     sys.path[0] = str(SCRIPTS)
 
 from compare.balancer import BalancerError  # noqa: E402
+from compare.memory import MemoryNotHeld, free_memory, used_memory  # noqa: E402
 from compare.running import MeasureFailed, Program, Served, judge, measure, serving  # noqa: E402
-from compare.table import compared, judged  # noqa: E402
-from compare.variants import Load, Variant, parse_load, parse_variant, write_repository  # noqa: E402
+from compare.table import compared, judged, resident  # noqa: E402
+from compare.variants import Load, Variant, parse_load, parse_variant  # noqa: E402
 from triton_omni.core.settings import SettingsError  # noqa: E402
 from triton_omni.supervisor.machine import ServerError  # noqa: E402
 from triton_omni.supervisor.model_folder import model_folder  # noqa: E402
 from triton_omni.supervisor.serve import on_signals  # noqa: E402
+from triton_omni.supervisor.served_repository import stage_settings  # noqa: E402
 
 console = Console()
 Named = TypeVar("Named", Variant, Load)
@@ -44,6 +47,9 @@ def main(
         bool, typer.Option("--evaluate", help="judge replies by triton-omni evaluate, and load nothing")
     ] = False,
     mps: Annotated[bool, typer.Option(help="each server under a CUDA MPS daemon of its own")] = False,
+    memory: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0.1, help="all that servers find free on each GPU")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder of reports, logs and plots; made anew")] = Path("compare-out"),
     model: Annotated[str | None, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = None,
     repository: Annotated[Path, typer.Option(help="model repository to serve")] = SCRIPTS.parent / "model_repository",
@@ -53,8 +59,11 @@ def main(
     JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}, and in "bench"
     what it is asked beside the others: "--concurrency 64". All loads of a variant are of one start of its servers.
     With --evaluate the replies of the first variant and its first setting are the reference of all others.
+    With --memory another process holds the rest of the GPUs' memory, and a request that fails is a failure.
     Exit code 1: something could not be measured; the rest was.
     """
+    if memory is not None and evaluate:
+        raise typer.BadParameter("not with --evaluate, which measures no memory", param_hint="--memory")
     variants = _parsed(variant, parse_variant, "--variant")
     program: Program = "evaluate" if evaluate else "bench"
     loads = _parsed(load or [], parse_load, "--load") or [Load(program)]
@@ -62,16 +71,32 @@ def main(
         raise typer.BadParameter(f"{out} exists already", param_hint="--out")
     asked = [(wanted, [run.beside(options or [], wanted.options) for run in loads]) for wanted in variants]
     _check(program, (run for _, runs in asked for run in runs), out)
-    checkpoint, measured = model_folder(model), Measured(program)
-    _lay_out(variants, repository, out)
-    with on_signals(_interrupt):
+    checkpoint, measured = model_folder(model), Measured(program, may_fail=memory is None)
+    with on_signals(_interrupt), _limited(memory) as before:
+        _lay_out(variants, repository, out)
         for wanted, runs in asked:
-            measured.add(wanted.name, runs, serving(wanted, checkpoint, out / wanted.name, mps=mps))
+            measured.add(wanted.name, runs, serving(wanted, repository, checkpoint, out / wanted.name, mps=mps))
     console.print((judged if evaluate else compared)(measured.reports))
+    if memory is not None:
+        console.print(resident(measured.reports, before))
     for failure in measured.failures:
         console.print(f"error: {failure}", style="red", markup=False)
     if measured.failures:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _limited(memory: float | None) -> Iterator[Mapping[str, float]]:
+    """Leave servers that many GiB, or all; gives the MiB in use before they start, by GPU."""
+    if memory is None:
+        yield {}
+        return
+    try:
+        with free_memory(memory):
+            yield used_memory()
+    except MemoryNotHeld as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
 
 
 @dataclass(frozen=True)
@@ -79,6 +104,8 @@ class Measured:
     """Results of all variants and loads."""
 
     program: Program
+    may_fail: bool = True
+    """False = a request that ends with an error is a failure."""
     reports: dict[tuple[str, str], Any] = field(default_factory=dict)
     """By variant and load."""
     failures: list[str] = field(default_factory=list)
@@ -98,7 +125,10 @@ class Measured:
         console.rule(variant if load.name == self.program else f"{variant}, {load.name}")
         try:
             if self.program == "bench":
-                self.reports[variant, load.name] = measure(served, load)
+                self.reports[variant, load.name] = report = measure(served, load)
+                failed = sum((Counter(run["summary"]["errors"]) for run in report["runs"]), Counter())
+                if failed and not self.may_fail:
+                    self.failures.append(f"{variant}, {load.name}: requests failed: {dict(failed)}")
             else:
                 self.reports[variant, load.name] = judge(served, load, self.references.get(load.name))
                 self.references.setdefault(load.name, served.folder / load.name)
@@ -126,13 +156,15 @@ def _check(program: Program, loads: Iterable[Load], out: Path) -> None:
 
 
 def _lay_out(variants: Sequence[Variant], repository: Path, out: Path) -> None:
-    """Write what each variant serves; none of it where one cannot be served."""
+    """Make each variant's folder, with what it changes; none where a variant cannot be served."""
     for variant in variants:
         try:
-            write_repository(repository, out / variant.name / "repository", variant)
+            stage_settings(repository, variant.profile)
         except SettingsError as error:
-            shutil.rmtree(out)
-            raise typer.BadParameter(f"{variant.name}: {error}", param_hint="--variant") from error
+            raise typer.BadParameter(str(error), param_hint="--variant") from error
+    for variant in variants:
+        (out / variant.name).mkdir(parents=True)
+        (out / variant.name / "profile.yaml").write_text(yaml.safe_dump(dict(variant.profile.changes)))
 
 
 def _interrupt(number: int) -> None:

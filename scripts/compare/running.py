@@ -73,13 +73,14 @@ def _run(program: Program, served: Served, options: Sequence[str], report: Path)
 
 
 @contextmanager
-def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
+def serving(variant: Variant, repository: Path, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
     """The variant's servers, ready; several servers get an Envoy before them.
 
     Args:
         variant: what to serve.
+        repository: models that the variant changes.
         model: the checkpoint.
-        folder: holds the variant's `repository`, and gets logs.
+        folder: gets logs.
         mps: whether each server runs under a CUDA MPS daemon of its own.
 
     Raises:
@@ -90,8 +91,9 @@ def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterat
         servers, gpus = [], visible_gpus(os.environ)
         for number in range(variant.replicas):
             config = ServerConfig(
-                folder / "repository",
+                repository,
                 model=str(model),
+                profile=variant.profile,
                 log_path=folder / f"server-{number}.log",
                 mps=mps,
                 placement=variant.placement or dict.fromkeys(STAGES, number if gpus else 0),

@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from triton_omni_client.bench.nvml import STAGES
 from triton_omni_client.evaluate.tables import compared as compared_settings
 
 _FIGURES = (
@@ -36,6 +37,29 @@ def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
     for _, row in sorted(_rows(reports), key=lambda found: found[0]):
         table.add_row(*row)
     return table
+
+
+def resident(reports: Mapping[tuple[str, str], Any], before: Mapping[str, float]) -> Table:
+    """One line a variant: the most GiB of its loads by stage, of all else (Triton, MPS), and together.
+
+    Args:
+        reports: by variant and load, the JSON of its report.
+        before: MiB in use of each GPU (`gpu/0/memory_mib`) before a server started.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("GiB", overflow="fold")
+    for heading in (*STAGES, "other", "together"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for variant in dict.fromkeys(variant for variant, _ in reports):
+        found = [run["resources"] for (name, _), report in reports.items() if name == variant for run in report["runs"]]
+        stages = [max(_peak(run, f"stage/{stage}/memory_mib") for run in found) for stage in STAGES]
+        together = max(sum(_peak(run, gpu) - used for gpu, used in before.items()) for run in found)
+        table.add_row(variant, *(f"{mib / 1024:.1f}" for mib in (*stages, together - sum(stages), together)))
+    return table
+
+
+def _peak(resources: Mapping[str, Mapping[str, float]], name: str) -> float:
+    return resources[name]["max"] if name in resources else 0.0
 
 
 def judged(reports: Mapping[tuple[str, str], Any]) -> Table:

@@ -1,48 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of a comparison: the shipped model repository with some settings changed, on one server or several, under
-loads.
-"""
+"""Variants of a comparison: the shipped model repository under a profile, on one server or several, under loads."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from triton_omni.core.settings import (
-    TalkerSettings,
-    ThinkerSettings,
-    Token2WavSettings,
-    describe_validation,
-    load_settings,
-)
+from triton_omni.core.profile import NO_PROFILE, Changes, Profile, load_profile, merged
+from triton_omni.core.settings import SettingsError, describe_validation
 from triton_omni.supervisor.placement import parse_placement
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_KINDS: Final[Mapping[str, type[Any]]] = {
-    "thinker": ThinkerSettings,
-    "talker": TalkerSettings,
-    "token2wav": Token2WavSettings,
-}
 
 
-class _Changes(BaseModel):
+class _Variant(Changes):
     """The JSON after a variant's name."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    thinker: dict[str, Any] = {}
-    talker: dict[str, Any] = {}
-    token2wav: dict[str, Any] = {}
+    profile: str | None = None
+    """What goes before is this variant's own."""
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
-    gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = {}
+    gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = Field(default_factory=dict)
     bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
 
 
@@ -52,8 +34,8 @@ class Variant:
 
     name: str
     """Also of its folder in the output."""
-    settings: Mapping[str, Mapping[str, Any]]
-    """By stage, what differs from its `stage.yaml`."""
+    profile: Profile = NO_PROFILE
+    """What differs from the models' `stage.yaml`."""
     replicas: int = 1
     """Servers, each on a GPU of its own."""
     placement: Mapping[str, int] = field(default_factory=dict)
@@ -99,8 +81,8 @@ def _split(name: str, options: str) -> tuple[str, ...]:
 
 
 def parse_variant(text: str) -> Variant:
-    """`NAME`, or `NAME={"thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N, "gpus": "token2wav=1",
-    "bench": "--rate 2"}`.
+    """`NAME`, or `NAME={"profile": "small", "thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N,
+    "gpus": "token2wav=1", "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -108,30 +90,18 @@ def parse_variant(text: str) -> Variant:
     name, equals, changes = text.partition("=")
     _checked(name)
     try:
-        found = _Changes.model_validate_json(changes) if equals else _Changes()
+        found = _Variant.model_validate_json(changes) if equals else _Variant()
     except ValidationError as error:
-        raise ValueError(f"{name}: {describe_validation(error, _Changes)}") from error
-    settings = found.model_dump(include=set(_KINDS), exclude_defaults=True)
+        raise ValueError(f"{name}: {describe_validation(error, _Variant)}") from error
     if found.gpus and found.replicas > 1:
         raise ValueError(f"{name}: gpus: each of several replicas is on a GPU of its own; leave one of the two out")
-    return Variant(name, settings, found.replicas, found.gpus, found.bench)
+    return Variant(name, _profile(name, found), found.replicas, found.gpus, found.bench)
 
 
-def write_repository(source: Path, target: Path, variant: Variant) -> None:
-    """Copy a model repository, with the variant's settings in it.
-
-    Raises:
-        SettingsError: a stage cannot run with them.
-    """
-    shutil.copytree(source, target)
-    for stage, changed in variant.settings.items():
-        path = target / stage / "1" / "stage.yaml"
-        path.write_text(yaml.safe_dump(_merged(yaml.safe_load(path.read_text()), changed)))
-        load_settings(path, _KINDS[stage])
-
-
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for key, value in new.items():
-        merged[key] = _merged(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
-    return merged
+def _profile(name: str, found: _Variant) -> Profile:
+    try:
+        base = load_profile(found.profile) if found.profile else NO_PROFILE
+    except SettingsError as error:
+        raise ValueError(f"{name}: profile: {error}") from error
+    own = found.model_dump(include=set(Changes.model_fields), exclude_defaults=True)
+    return Profile(name, merged(base.changes, own))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from compare.running import serving
-from compare.variants import Variant, write_repository
+from compare.variants import Variant
 
 from triton_omni_client import Info, OmniClient, Reply, Request
 from triton_omni_client.bench.hops import Hops, growth, read_stages
@@ -29,13 +29,13 @@ class NoAccountError(RuntimeError):
 
 def served(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
     """Start a server, without MPS as the stages of `pipeline` run, and time replies of it."""
-    variant = Variant("served", {})
-    with tempfile.TemporaryDirectory(prefix="micro-served-") as name:
-        folder = Path(name)
-        write_repository(MODELS, folder / "repository", variant)
-        with serving(variant, Path(plan.model), folder, mps=False) as server, OmniClient(server.grpc_url) as client:
-            yield READY
-            yield from replies_and_hops(client, server.metrics_url, plan)
+    with (
+        tempfile.TemporaryDirectory(prefix="micro-served-") as folder,
+        serving(Variant("served"), MODELS, Path(plan.model), Path(folder), mps=False) as server,
+        OmniClient(server.grpc_url) as client,
+    ):
+        yield READY
+        yield from replies_and_hops(client, server.metrics_url, plan)
 
 
 def replies_and_hops(client: OmniClient, metrics_url: str, plan: Plan) -> Iterator[Mapping[str, Any]]:

@@ -276,6 +276,21 @@ def test_fused_dit_in_float32_equals_the_plain_one(networks: Networks, guided: b
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_a_fused_dit_reads_no_product_of_the_plain_one(tiny_checkpoint: Path) -> None:
+    options = FlowOptions("euler", 2, -1.0, guided=True)
+    own = load_networks(tiny_checkpoint, Token2WavSettings(dtype="float32"), DEVICE)
+    solver, windows = StepwiseSolver(FusedDiT(own.dit, torch.float32)), some_windows(own)
+    before = Sampler(own.dit, DEVICE, solver).sample(windows, options)
+    held = sum(weight.numel() for weight in own.dit.parameters())
+    own.dit.free_products()
+    config = own.dit.config
+    inner = config.num_heads * config.head_dim
+    layer = 4 * config.hidden_size * inner + 2 * config.ff_mult * config.hidden_size**2
+    assert held - sum(weight.numel() for weight in own.dit.parameters()) > config.num_layers * layer
+    for theirs, mine in zip(before, Sampler(own.dit, DEVICE, solver).sample(windows, options), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_fused_dit_in_float16_is_close(networks: Networks) -> None:
     options = FlowOptions("euler", 2, -1.0, guided=True)
     windows = some_windows(networks)

@@ -27,6 +27,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from processes import UNMEASURED
 from server.probes import RECORDS_VARIABLE
+from triton_omni.core.profile import merged
 from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor
@@ -90,7 +91,7 @@ def make_repository(target: Path, settings: Settings = TINY) -> Path:
     shutil.copytree(ROOT / "model_repository", target)
     for model, chosen in settings.items():
         path = target / model / "1" / "stage.yaml"
-        path.write_text(yaml.safe_dump(_merged(yaml.safe_load(path.read_text()), chosen)))
+        path.write_text(yaml.safe_dump(merged(yaml.safe_load(path.read_text()), chosen)))
     for stage in STAGES:
         model_file = target / stage / "1" / "model.py"
         code = model_file.read_text()
@@ -99,13 +100,6 @@ def make_repository(target: Path, settings: Settings = TINY) -> Path:
         probes = _PROBES.format(stage=stage, tests=ROOT / "tests")
         model_file.write_text(code.replace(_LOADED, _LOADED + probes, 1))
     return target
-
-
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for key, value in new.items():
-        merged[key] = _merged(merged.get(key) or {}, value) if isinstance(value, Mapping) else value
-    return merged
 
 
 def server_config(

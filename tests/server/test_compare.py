@@ -25,7 +25,7 @@ def test_each_variant_is_served_loaded_and_stopped(tiny_checkpoint: Path, tmp_pa
     environment = os.environ | UNMEASURED | {"COLUMNS": "100"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "max_sessions: 3" in (out / "changed" / "repository" / "thinker" / "1" / "stage.yaml").read_text()
+    assert (out / "changed" / "profile.yaml").read_text() == "thinker:\n  max_sessions: 3\n"
     spoken, written = (summary_of(out / "changed" / f"{load}.json") for load in ("spoken", "written"))
     assert [(found["completed"], found["errors"]) for found in (spoken, written)] == [(2, {}), (3, {})]
     assert written["time_to_first_audio_s"]["p50"] is None

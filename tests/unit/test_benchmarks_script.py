@@ -19,6 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from triton_omni.core.profile import load_profile
 from triton_omni_client import cli
 from triton_omni_client.evaluate.options import OFFLINE, parse_setting
 
@@ -68,7 +69,7 @@ def parsed(app: typer.Typer, arguments: list[str]) -> dict[str, Any]:
 
 def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script: Any) -> None:
     code, said, commands = recorded.run(str(recorded.folder / "out"))
-    assert (code, said.splitlines()[-1]) == (1, "not all measured: small")
+    assert (code, said.splitlines()[-1]) == (1, "not all measured: small memory")
     programs = {"compare": typer.Typer(), "micro": script("micro.__main__").app}
     programs["compare"].command()(script("compare.__main__").main)
     found = [
@@ -83,7 +84,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         ("micro", 1),
         ("compare", 11),
         ("micro", 3),
-        ("compare", 1),
+        ("compare", 3),
     ]
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
@@ -120,7 +121,9 @@ def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, scrip
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
     parameters = parsed(app, command[1:])
-    served = [script("compare.variants").parse_variant(text).settings["token2wav"] for text in parameters["variant"]]
+    served = [
+        script("compare.variants").parse_variant(text).profile.changes["token2wav"] for text in parameters["variant"]
+    ]
     assert [(each["plan"], each["dtype"]) for each in served] == [
         ("balanced", "float32"),
         ("low_latency", "float32"),
@@ -157,7 +160,7 @@ def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recor
     app.command()(script("compare.__main__").main)
     bench = typer.main.get_command(cli.app).get_command(None, "bench")
     parameters = parsed(app, command[1:])
-    variants = [script("compare.variants").parse_variant(text).settings for text in parameters["variant"]]
+    variants = [script("compare.variants").parse_variant(text).profile.changes for text in parameters["variant"]]
     room = {"engine": {"kv_cache_tokens": 294912}}
     plain = {"prefix_caching": False, **room}
     assert variants == [{"thinker": plain, "talker": plain}, {"thinker": room, "talker": room}]
@@ -188,6 +191,26 @@ def test_speech_of_2_and_30_s_is_sent_whole_and_while_it_is_spoken(recorded: Rec
     assert len(made) == 2
 
 
+def test_small_is_measured_where_no_more_memory_is_free(recorded: Recorded, script: Any) -> None:
+    code, _, (made, *commands) = recorded.run(str(recorded.folder / "out"), "memory")
+    assert code == 1, "3B cannot be measured here, and 7B was"
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    served = [parsed(app, command[1:]) for command in commands]
+    assert [(each["model"], each["memory"], each["mps"]) for each in served] == [
+        ("random:7b-awq", 22, True),
+        ("random:3b", 20, True),
+    ]
+    (variant,) = {text for each in served for text in each["variant"]}
+    assert script("compare.variants").parse_variant(variant).profile.changes == load_profile("small").changes
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    asked = [
+        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), served[0])
+    ]
+    assert [(one["concurrency"], len(one["image"])) for one in asked] == [("1", 0), ("8", 0), ("1", 1)]
+    assert str(asked[-1]["image"][0]) in made[-1]
+
+
 def test_caches_are_served_several_times_by_turns(
     recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +221,7 @@ def test_caches_are_served_several_times_by_turns(
     parameters = parsed(app, command[1:])
     variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
     off = {"prefix_caching": False}
-    assert [(each.name, each.settings) for each in variants] == [
+    assert [(each.name, each.profile.changes) for each in variants] == [
         (f"{name}.{start}", settings)
         for start in (2, 5)
         for name, settings in (("plain", {"thinker": off, "talker": off}), ("shipped", {}))
@@ -215,12 +238,12 @@ def test_presets_are_asked_by_more_listeners_than_are_shipped_for(recorded: Reco
     for command in commands[::2]:
         parameters = parsed(app, command[1:])
         variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
-        assert [each.settings["token2wav"]["preset"] for each in variants] == ["reference", "fast"]
+        assert [each.profile.changes["token2wav"]["preset"] for each in variants] == ["reference", "fast"]
         asked = [
             bench.make_context("bench", list(options)).params
             for options in loads(script("compare.variants"), parameters)
         ]
-        room = variants[0].settings["token2wav"].get("max_streams", 64)
+        room = variants[0].profile.changes["token2wav"].get("max_streams", 64)
         assert all(int(each["concurrency"]) <= room for each in asked)
         listeners[parameters["out"].name] = [each["concurrency"] for each in asked if each["listen"]]
     assert listeners == {"presets": ["32", "48", "64"] * 2, "many": ["96", "128"] * 2}

@@ -7,14 +7,17 @@ import importlib
 import io
 import re
 import subprocess
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 import yaml
 from rich.console import Console
 
-from triton_omni.core.settings import SettingsError
+from triton_omni.core.profile import load_profile
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +31,8 @@ def compare(monkeypatch):
 def test_a_variant_says_what_differs(compare):
     parse = compare("variants").parse_variant
     shipped, fused = parse("shipped"), parse('fused.2={"talker": {"engine": {"fused_decode": true}}, "replicas": 2}')
-    assert (shipped.name, shipped.settings, shipped.replicas, shipped.options) == ("shipped", {}, 1, ())
-    assert (fused.name, fused.settings, fused.replicas) == (
+    assert (shipped.name, shipped.profile.changes, shipped.replicas, shipped.options) == ("shipped", {}, 1, ())
+    assert (fused.name, fused.profile.changes, fused.replicas) == (
         "fused.2",
         {"talker": {"engine": {"fused_decode": True}}},
         2,
@@ -44,7 +47,7 @@ def test_a_variant_s_stages_may_be_on_other_gpus(compare):
 
 def test_a_variant_may_be_asked_for_more_than_others(compare):
     variant = compare("variants").parse_variant("""two={"replicas": 2, "bench": "--concurrency 64 --system ''"}""")
-    assert (variant.settings, variant.options) == ({}, ("--concurrency", "64", "--system", ""))
+    assert (variant.profile.changes, variant.options) == ({}, ("--concurrency", "64", "--system", ""))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,7 @@ def test_a_variant_may_be_asked_for_more_than_others(compare):
         ("", "'' is no name of letters"),
         ("x={", "x: Invalid JSON"),
         ('x={"tinker": {}}', "x: tinker: unknown key (did you mean thinker?)"),
+        ('x={"profile": "smal"}', "x: profile: 'smal' is neither a profile (small) nor a file"),
         ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
         ('x={"gpus": "token2wav"}', "x: gpus: token2wav: '' is no number of a GPU"),
         ('x={"gpus": "token2wav=1", "replicas": 2}', "x: gpus: each of several replicas is on a GPU of its own"),
@@ -65,25 +69,29 @@ def test_a_variant_that_says_nothing_sensible_is_refused(compare, text, sentence
         compare("variants").parse_variant(text)
 
 
-def test_a_variant_serves_the_repository_with_its_settings(compare, tmp_path):
-    variants, source = compare("variants"), ROOT / "model_repository"
-    variant = variants.parse_variant('x={"talker": {"engine": {"max_num_seqs": 8}, "max_sessions": 9}}')
-    variants.write_repository(source, tmp_path / "x", variant)
-    for stage in ("thinker", "talker", "token2wav"):
-        shipped, written = (
-            yaml.safe_load((folder / stage / "1" / "stage.yaml").read_text()) for folder in (source, tmp_path / "x")
-        )
-        if stage == "talker":
-            shipped["max_sessions"], shipped["engine"]["max_num_seqs"] = 9, 8
-        assert written == shipped
-    assert (tmp_path / "x" / "qwen2_5_omni" / "config.pbtxt").is_file()
+def test_what_a_variant_changes_goes_before_what_its_profile_does(compare):
+    variant = compare("variants").parse_variant('x={"profile": "small", "talker": {"engine": {"max_num_seqs": 4}}}')
+    small = load_profile("small").changes
+    assert variant.profile.source == "x"
+    assert variant.profile.changes["thinker"] == small["thinker"]
+    assert variant.profile.changes["talker"] == small["talker"] | {
+        "engine": small["talker"]["engine"] | {"max_num_seqs": 4}
+    }
 
 
-def test_settings_that_a_stage_does_not_take_are_refused(compare, tmp_path):
-    variants = compare("variants")
-    variant = variants.parse_variant('x={"token2wav": {"solver": "euler"}}')
-    with pytest.raises(SettingsError, match="solver: unknown key"):
-        variants.write_repository(ROOT / "model_repository", tmp_path / "x", variant)
+def test_a_variant_s_folder_tells_what_it_changes(compare, tmp_path):
+    variants, program = compare("variants"), compare("__main__")
+    chosen = [variants.parse_variant(text) for text in ("shipped", 'x={"talker": {"engine": {"max_num_seqs": 8}}}')]
+    program._lay_out(chosen, ROOT / "model_repository", tmp_path / "out")
+    told = [yaml.safe_load((tmp_path / "out" / name / "profile.yaml").read_text()) for name in ("shipped", "x")]
+    assert told == [{}, {"talker": {"engine": {"max_num_seqs": 8}}}]
+
+
+def test_settings_that_a_stage_does_not_take_are_refused_before_anything_is_made(compare, tmp_path):
+    chosen = [compare("variants").parse_variant(text) for text in ("shipped", 'x={"token2wav": {"solver": "euler"}}')]
+    with pytest.raises(typer.BadParameter, match=r"^x over .*token2wav/1/stage\.yaml: solver: unknown key"):
+        compare("__main__")._lay_out(chosen, ROOT / "model_repository", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def run_of(mode, value, first_audio_s):
@@ -190,6 +198,135 @@ def test_all_judgements_are_compared_with_the_first_of_their_load(compare, tmp_p
     ]
     folders = [str(tmp_path / "a" / name) for name in ("first", "second")]
     assert references == ["", "", *folders, *folders]
+
+
+HOLDER = [sys.executable, "-c", "import sys; print('held', flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"]
+
+
+def test_memory_is_held_back_until_the_servers_are_done(compare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with compare("memory").free_memory(22.5, HOLDER):
+        assert not (tmp_path / "22.5").exists()
+    assert (tmp_path / "22.5").exists()
+
+
+def test_memory_that_cannot_be_held_back_is_told_with_its_reason(compare, monkeypatch):
+    memory = compare("memory")
+    holder = [sys.executable, "-c", "import sys; print('a warning', file=sys.stderr); sys.exit('GPU 0 has none')"]
+    with (
+        pytest.raises(memory.MemoryNotHeld, match=r"^no GPU memory could be held back: GPU 0 has none$"),
+        memory.free_memory(22, holder),
+    ):
+        pass
+    # The program itself, on a machine without a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no NVIDIA GPU is seen"):
+        memory.hold(22)
+
+
+@pytest.mark.parametrize(("free_gib", "held_gib"), [(139.5, 117.5), (22, 0)])
+def test_all_but_the_wanted_memory_is_held(compare, monkeypatch, capsys, free_gib, held_gib):
+    memory, sizes = compare("memory"), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(free_gib * 2**30), 140 * 2**30))
+    monkeypatch.setattr(torch, "zeros", lambda *_size, **_where: None)
+    monkeypatch.setattr(torch, "empty", lambda size, **_where: sizes.append(size))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    memory.hold(22)
+    assert (sizes, capsys.readouterr().out) == ([int(held_gib * 2**30)] * 2, "held\n")
+
+
+def test_a_gpu_with_less_memory_is_told(compare, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (20 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch, "zeros", lambda *_size, **_where: None)
+    with pytest.raises(SystemExit, match=r"GPU 0 has 20\.0 GiB free, less than 22"):
+        compare("memory").hold(22)
+
+
+def run_with(errors=None, **mib):
+    resources = {name.replace("__", "/"): {"mean": 0.0, "max": value * 1024} for name, value in mib.items()}
+    run = run_of("closed", 1, 0.2)
+    return {"runs": [run | {"resources": resources, "summary": run["summary"] | {"errors": errors or {}}}]}
+
+
+def test_memory_is_the_most_of_all_loads_by_stage_and_together(compare):
+    def stages(thinker, talker, token2wav, gpu):
+        return run_with(
+            stage__thinker__memory_mib=thinker,
+            stage__talker__memory_mib=talker,
+            stage__token2wav__memory_mib=token2wav,
+            gpu__0__memory_mib=gpu,
+        )
+
+    reports = {
+        ("small", "one"): stages(10, 4, 5, 137.25),
+        ("small", "eight"): stages(11, 4, 5.5, 138),
+        ("other", "one"): stages(1, 2, 3, 124),
+    }
+    table = compare("table").resident(reports, {"gpu/0/memory_mib": 117 * 1024.0})
+    out = io.StringIO()
+    Console(file=out, width=80).print(table)
+    head, *rows = [line.split() for line in out.getvalue().splitlines() if line.strip(" ─")]
+    assert head == ["GiB", "thinker", "talker", "token2wav", "other", "together"]
+    assert rows == [
+        ["small", "11.0", "4.0", "5.5", "0.5", "21.0"],
+        ["other", "1.0", "2.0", "3.0", "1.0", "7.0"],
+    ]
+
+
+@pytest.mark.parametrize("may_fail", [True, False])
+def test_under_a_limit_of_memory_no_request_may_fail(compare, tmp_path, monkeypatch, may_fail):
+    program, load = compare("__main__"), compare("variants").Load("one")
+    monkeypatch.setattr(program, "measure", lambda *_: run_with({"internal": 2}))
+    measured = program.Measured("bench", may_fail=may_fail)
+    measured.add("small", [load], nullcontext(compare("running").Served("host:1", "url", tmp_path)))
+    assert measured.failures == ([] if may_fail else ["small, one: requests failed: {'internal': 2}"])
+    assert list(measured.reports) == [("small", "one")]
+
+
+def test_servers_start_only_where_the_rest_of_the_memory_is_held(compare, tmp_path, monkeypatch, capsys):
+    program, memory, states = compare("__main__"), compare("memory"), []
+
+    @contextmanager
+    def held(gib):
+        states.append(f"held {gib:g}")
+        yield
+        states.append("free")
+
+    @contextmanager
+    def served(variant, *_where, mps):
+        states.append(f"{variant.name} starts")
+        yield compare("running").Served("host:1", "url", tmp_path)
+
+    monkeypatch.setattr(program, "free_memory", held)
+    monkeypatch.setattr(program, "used_memory", lambda: {"gpu/0/memory_mib": 1024.0})
+    monkeypatch.setattr(program, "serving", served)
+    monkeypatch.setattr(program, "measure", lambda *_: run_with(gpu__0__memory_mib=21))
+    monkeypatch.setattr(program, "_check", lambda *_: None)
+    monkeypatch.setattr(program, "model_folder", Path)
+    program.main(variant=['small={"profile": "small"}'], memory=22, out=tmp_path / "out", model="x")
+    assert states == ["held 22", "small starts", "free"]
+    assert ["small", "0.0", "0.0", "0.0", "20.0", "20.0"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+    def refuses(_gib):
+        raise memory.MemoryNotHeld("no GPU memory could be held back: none")
+
+    monkeypatch.setattr(program, "free_memory", refuses)
+    with pytest.raises(typer.Exit) as ended:
+        program.main(variant=["shipped"], memory=22, out=tmp_path / "other", model="x")
+    assert ended.value.exit_code == 1
+    assert "error: no GPU memory could be held back: none" in capsys.readouterr().out
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_limit_of_memory_is_nothing_to_be_judged(compare):
+    with pytest.raises(typer.BadParameter, match="not with --evaluate"):
+        compare("__main__").main(variant=["shipped"], evaluate=True, memory=22)
 
 
 def test_envoy_is_on_ports_of_its_own_before_all_servers(compare):

@@ -121,6 +121,7 @@ def test_compose_starts_what_there_is_and_waits_for_its_stop(tmp_path: Path, mon
     for service in SERVERS:
         config = server_options.parse_options(["--model-repository", "x", *service["command"]])
         assert serve.longest_stop_s(config) < seconds(service["stop_grace_period"])
+        assert service["environment"] == ["OMNI_PROFILE"]
     gateway = SERVICES["gateway"]
     command = gateway_command(gateway["command"], tmp_path)
     assert command.settings.triton_urls == ("envoy:8001",)

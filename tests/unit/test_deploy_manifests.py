@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from triton_omni.core.profile import load_profile
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.stub import metric_families
 from triton_omni.supervisor import options as server_options
@@ -105,7 +107,7 @@ def test_the_schemas_refuse_what_is_misspelt() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("overlay", ["base", "hub", "monitoring"])
+@pytest.mark.parametrize("overlay", ["base", "hub", "monitoring", "small"])
 def test_kubectl_puts_every_overlay_together(overlay: str) -> None:
     made = subprocess.run(
         ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / overlay)], capture_output=True, text=True, check=True
@@ -121,6 +123,28 @@ def test_kubectl_puts_every_overlay_together(overlay: str) -> None:
     assert mounted == {volume["name"] for volume in pod(server)["volumes"]}
     assert ("model" in mounted) == (overlay != "hub")
     assert ("replicas" in server["spec"]) == (overlay != "monitoring")
+    variables = {variable["name"]: variable.get("value") for variable in container(server)["env"]}
+    assert variables.get("OMNI_PROFILE") == ("small" if overlay == "small" else None)
+    assert container(server)["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_the_small_server_is_served_under_a_profile_that_there_is(
+    options: server_options.ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (patch,) = documents(DEPLOY / "kubernetes" / "small" / "server-patch.yaml")
+    assert patch["metadata"]["name"] == SERVER["metadata"]["name"]
+    assert container(patch)["name"] == container(SERVER)["name"]
+    for variable in container(patch)["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    found = server_options.parse_options(["--model-repository", "x", *container(SERVER)["args"]])
+    assert found == replace(options, profile=load_profile("small"))
+    asked, given = (container(each)["resources"] for each in (patch, SERVER))
+    for kind in ("requests", "limits"):
+        assert gibibytes(asked[kind]["memory"]) < gibibytes(given[kind]["memory"])
+
+
+def gibibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
 
 
 def test_what_a_kustomization_names_is_there() -> None:

@@ -17,10 +17,12 @@ import soundfile
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import run_gateway
 from realtime_client import WHOLE, speech
-from triton_omni.core.settings import TalkerSettings, ThinkerSettings
+from triton_omni.core.settings import Token2WavSettings
+from triton_omni.token2wav.sampler import FlowOptions
 
 ROOT = Path(__file__).parents[2]
 MEMORY = runpy.run_path(str(ROOT / "scripts" / "gpu_memory.py"))
+COLUMNS = MEMORY["COLUMNS"].items()
 DECODING = runpy.run_path(str(ROOT / "scripts" / "decode_cost.py"))
 
 
@@ -38,10 +40,21 @@ def test_a_cached_token_takes_its_keys_values_and_row(size: str, thinker: int, t
     assert (needs.thinker_token, needs.talker_token) == (thinker, talker)
 
 
-@pytest.mark.parametrize("settings", [ThinkerSettings(), TalkerSettings()])
-def test_fewer_sequences_need_fewer_cached_tokens(settings: ThinkerSettings | TalkerSettings) -> None:
-    small = MEMORY["_small"](settings.engine)
-    assert small.cached_tokens == max(4 * small.usual_len, 32_768) < settings.engine.cached_tokens
+def test_small_fits_a_gpu_of_24_gb_with_room_for_contexts_and_activations() -> None:
+    totals = {
+        title: sum(MEMORY["parts"](name, MEMORY["settings"](profile)).values()) for title, (name, profile) in COLUMNS
+    }
+    assert all(total < 17 * 2**30 for title, total in totals.items() if "small" in title)
+    assert all(total > 22 * 2**30 for title, total in totals.items() if "small" not in title)
+
+
+def test_fewer_streams_need_fewer_pages() -> None:
+    pages = FlowOptions.of(Token2WavSettings().diffusion_of(None, {})).pages
+    assert Token2WavSettings().max_streams == MEMORY["SHIPPED_STREAMS"]
+    assert pages * 196_608 == MEMORY["WINDOW_CACHE"]
+    shipped, small = (MEMORY["parts"]("tiny", MEMORY["settings"](profile)) for profile in (None, "small"))
+    name = "token2wav with its CUDA graphs"
+    assert shipped[name] - small[name] == 56 * MEMORY["WINDOW_CACHE"]
 
 
 @pytest.mark.parametrize(("pixel_s", "byte_s"), [(3.6e-9, 0.1e-6), (1e-9, 0.0), (0.0, 2e-7)])

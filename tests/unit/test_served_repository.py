@@ -17,9 +17,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from triton_omni.checkpoint.config import load_config
-from triton_omni.core.settings import RequestLimits
+from triton_omni.core.profile import Profile
+from triton_omni.core.settings import RequestLimits, TalkerSettings, ThinkerSettings, load_settings
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import ServerError
+from triton_omni.supervisor.memory_pool import memory_pool_bytes
 from triton_omni.supervisor.model_folder import checkpoint_name
 from triton_omni.supervisor.served_repository import (
     STREAMING_MODEL,
@@ -123,7 +125,7 @@ def test_speech_that_token2wav_cannot_take_is_refused_at_the_start(repository: P
     change(repository, "token2wav", {"max_codes": 700})
     change(repository, "talker", {"max_codes": 701})
     with (
-        pytest.raises(ServerError, match=r"talker/1/stage\.yaml: max_codes: 701 must be at most token2wav's .*, 700"),
+        pytest.raises(ServerError, match=r"^max_codes of the talker: 701 must be at most token2wav's .*, 700"),
         served_repository(repository, tiny_checkpoint),
     ):
         pass
@@ -155,6 +157,59 @@ def test_a_folder_that_cannot_be_written_is_told(
         pytest.raises(ServerError, match=r"cannot be laid out in .*: No space left on device"),
         served_repository(repository, tiny_checkpoint),
     ):
+        pass
+
+
+def test_a_profile_goes_before_the_files_of_the_models_that_it_names(repository: Path, tiny_checkpoint: Path) -> None:
+    change(repository, "thinker", {"max_sessions": 9, "max_new_tokens": 33})
+    profile = Profile("mine", {"thinker": {"max_sessions": 3, "engine": {"max_num_seqs": 2}}})
+    with served_repository(repository, tiny_checkpoint, {"thinker": 1}, profile) as served:
+        assert names(served) == names(repository)
+        files = [names(folder / "thinker" / "1") for folder in (served, repository)]
+        assert files[0] == files[1]
+        found = load_settings(served / "thinker" / "1" / "stage.yaml", ThinkerSettings)
+        assert (found.max_sessions, found.max_new_tokens, found.engine.max_num_seqs) == (3, 33, 2)
+        assert found.engine.max_model_len == ThinkerSettings().engine.max_model_len
+        assert (served / "thinker" / "1" / "model.py").resolve() == repository / "thinker" / "1" / "model.py"
+        assert (served / "talker" / "1").resolve() == repository / "talker" / "1"
+        assert [list(group.gpus) for group in config_of(served / "thinker").instance_group] == [[1]]
+        (limits,) = (
+            json.loads(parameter.string_value)
+            for name, parameter in config_of(served / STREAMING_MODEL).parameters.items()
+            if name == "limits"
+        )
+        assert limits["max_sessions"] == 3
+        assert memory_pool_bytes(served, tiny_checkpoint) < memory_pool_bytes(repository, tiny_checkpoint)
+    assert not served.exists()
+    assert load_settings(repository / "thinker" / "1" / "stage.yaml", ThinkerSettings).max_sessions == 9
+
+
+def test_a_profile_changes_models_without_those_that_are_public(repository: Path, tiny_checkpoint: Path) -> None:
+    for model in (STREAMING_MODEL, UNARY_MODEL):
+        shutil.rmtree(repository / model)
+    profile = Profile("mine", {"talker": {"max_sessions": 3}})
+    with served_repository(repository, tiny_checkpoint, None, profile) as served:
+        assert load_settings(served / "talker" / "1" / "stage.yaml", TalkerSettings).max_sessions == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"talker": {"max_session": 3}}, r"^mine over .*talker/1/stage\.yaml: max_session: unknown key \(did you mean"),
+        ({"talker": {"max_sessions": 0}}, r"^mine over .*talker/1/stage\.yaml: max_sessions: 0 must be greater than 0"),
+        (
+            {"talker": {"max_codes": 9}, "token2wav": {"max_codes": 8}},
+            r"^max_codes of the talker: 9 must be at most .* 8",
+        ),
+        ({UNARY_MODEL: {"max_requests": 3}}, rf"^mine: {UNARY_MODEL}: .*repository has no such model$"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_told_by_file_and_key(
+    repository: Path, tiny_checkpoint: Path, changes: Mapping[str, Any], sentence: str
+) -> None:
+    shutil.rmtree(repository / UNARY_MODEL)
+    profile = Profile("mine", changes)
+    with pytest.raises(ServerError, match=sentence), served_repository(repository, tiny_checkpoint, None, profile):
         pass
 
 

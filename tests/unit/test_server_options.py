@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from triton_omni.core.profile import load_profile
 from triton_omni.supervisor.options import ServerConfig, parse_options
 
 BUILD = Path(__file__).parents[2] / "build.sh"
@@ -32,7 +33,7 @@ def test_build_s_help_tells_of_every_option(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_is_left_out_is_as_the_settings_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("OMNI_MODEL", "OMNI_MPS", "OMNI_GPUS"):
+    for variable in ("OMNI_MODEL", "OMNI_PROFILE", "OMNI_MPS", "OMNI_GPUS"):
         monkeypatch.delenv(variable, raising=False)
     ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
     assert parse_options(["--model-repository", "models"]) == ServerConfig(Path("models"), **ports)
@@ -54,6 +55,26 @@ def test_a_value_that_cannot_be_is_refused_in_a_line(
         parse_options(["--model-repository", "models", option, value])
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"error: argument {option}: {says}\n"
+
+
+def test_a_profile_is_named_by_option_or_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMNI_PROFILE", "small")
+    assert parse_options(["--model-repository", "models"]).profile == load_profile("small")
+    own = tmp_path / "own.yaml"
+    own.write_text("talker: {max_sessions: 3}")
+    given = parse_options(["--model-repository", "models", "--profile", str(own)]).profile
+    assert (given.source, given.changes) == (str(own), {"talker": {"max_sessions": 3}})
+
+
+def test_a_profile_that_is_none_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMNI_PROFILE", "smal")
+    with pytest.raises(SystemExit) as ended:
+        parse_options(["--model-repository", "models"])
+    assert ended.value.code == 2
+    said = "error: --profile (or OMNI_PROFILE): 'smal' is neither a profile (small) nor a file\n"
+    assert capsys.readouterr().err == said
 
 
 def test_an_option_given_to_the_demo_is_refused_before_a_server_starts() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from processes import children, is_running, wait_for
+from triton_omni.core.profile import Profile
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session import server_folder
 from triton_omni.session.ledger_table import BEAT, EPOCH, PID, Field, create_table
@@ -159,6 +160,20 @@ def test_a_server_gets_only_the_options_that_its_program_knows(
         flags = told(repository)["flags"]
     assert flags.get("allow-client-shm") == ("true" if known and allowed else None)
     assert flags.get("http-max-input-size") == ("2000000" if known else None)
+
+
+def test_what_tritonserver_is_given_follows_the_profile(
+    repository: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTIONS", "  --http-max-input-size <integer>")
+    models = Path(shutil.copytree(Path(__file__).parents[2] / "model_repository", repository.parent / "whole"))
+    profile = Profile("mine", {"thinker": {"limits": {"max_body_bytes": 2000000}}})
+    with Supervisor(config(models, model=str(tiny_checkpoint), profile=profile)):
+        flags = told(models)["flags"]
+        laid_out = Path(flags["model-repository"]) / "thinker" / "1" / "stage.yaml"
+        assert "max_body_bytes: 2000000" in laid_out.read_text()
+    assert flags["http-max-input-size"] == "2000000"
+    assert not laid_out.exists()
 
 
 @pytest.mark.parametrize("switch", [True, False])

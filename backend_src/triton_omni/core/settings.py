@@ -167,7 +167,7 @@ class RequestLimits(_Frozen):
     max_video_pixels: Positive = 96 << 20
     """Pixels of all sampled frames of one video, which are scaled down to fit, and of all videos together."""
     max_video_source_pixels: Positive = 16 << 30
-    """Pixels of all decoded frames of one video, sampled or not; by default two minutes of 1080p at 60 Hz."""
+    """Pixels of all decoded frames of one video; by default two minutes of 1080p at 60 Hz."""
     max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0
     """CPU seconds to decode all media of one request; the decoding process is ended then."""
     max_decode_bytes: Annotated[int, Field(ge=64 << 20)] = 1 << 30
@@ -206,7 +206,7 @@ class ThinkerSettings(_Frozen):
     """`fp8` quantises a plain decoder's weights, and activations outside fused steps: faster, less exact (GPU only, not
     `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
-    """GPUs that share each layer: the one that the stage is placed on, and those after it."""
+    """GPUs that share each layer: the stage's own, and those after it."""
     steady_decode: bool = True
     """Derive a step of unchanged sequences from the last one (one GPU, `engine.async_scheduling`)."""
     prefix_caching: bool = True
@@ -350,7 +350,7 @@ class Token2WavSettings(_Frozen):
         "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
         "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
-    """Streaming plans by name; see the table below."""
+    """Streaming plans by name, as below."""
     diffusion: DiffusionSettings = DiffusionSettings()
     preset: str = "reference"
     """Name of the entry of `presets` that replies use; a request may choose."""
@@ -428,7 +428,16 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
     """Read and check one `stage.yaml`.
 
     Raises:
-        SettingsError: the file is missing, is no UTF-8 mapping, or holds an unknown key or an impossible value.
+        SettingsError: as `read_settings` and `check_settings`.
+    """
+    return check_settings(read_settings(path), kind, str(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Keys and values of a file, unchecked.
+
+    Raises:
+        SettingsError: the file is missing, or is no UTF-8 mapping.
     """
     try:
         raw = read_yaml(path)
@@ -436,10 +445,19 @@ def load_settings(path: Path, kind: type[SettingsT]) -> SettingsT:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     if raw is not None and not isinstance(raw, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, found {type(raw).__name__}")
+    return raw or {}
+
+
+def check_settings(raw: Mapping[str, Any], kind: type[SettingsT], source: str) -> SettingsT:
+    """Make settings of what was read from `source`.
+
+    Raises:
+        SettingsError: an unknown key or an impossible value.
+    """
     try:
-        return kind.model_validate(raw or {})
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise SettingsError(f"{path}: {describe_validation(error, kind)}") from error
+        raise SettingsError(f"{source}: {describe_validation(error, kind)}") from error
 
 
 def describe_validation(error: ValidationError, kind: type[BaseModel]) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from triton_omni.core.arguments import Parser, port, seconds, whole_number
 from triton_omni.core.log_format import FORMAT_VARIABLE, FORMATS
+from triton_omni.core.profile import NO_PROFILE, Profile, load_profile, named_profiles
+from triton_omni.core.settings import SettingsError
 from triton_omni.supervisor.placement import parse_placement
 from triton_omni.supervisor.restart import RestartPolicy
 
@@ -23,6 +25,8 @@ class ServerConfig:
     model_repository: Path
     model: str | None = None
     """Checkpoint folder or hub id; None = the repository's `training/mini`."""
+    profile: Profile = NO_PROFILE
+    """Settings that go before those of the repository."""
     host: str = "127.0.0.1"
     """Address that the three services bind."""
     http_port: int = 0
@@ -64,11 +68,16 @@ def parse_options(arguments: Sequence[str] | None) -> ServerConfig:
         placement = parse_placement(given.gpus)
     except ValueError as error:
         command.error(f"--gpus (or OMNI_GPUS): {error}")
+    try:
+        profile = load_profile(given.profile) if given.profile else NO_PROFILE
+    except SettingsError as error:
+        command.error(f"--profile (or OMNI_PROFILE): {error}")
     if by_variable not in ("0", "1"):
         command.error(f"OMNI_MPS must be 0 or 1, not '{by_variable}'")
     return ServerConfig(
         model_repository=given.model_repository,
         model=given.model,
+        profile=profile,
         host=given.host,
         http_port=given.http_port,
         grpc_port=given.grpc_port,
@@ -106,6 +115,10 @@ def parser(*, mps: bool = False) -> argparse.ArgumentParser:
         default=os.environ.get("OMNI_MODEL"),
         help="checkpoint folder or Hugging Face id (default: OMNI_MODEL)",
     )
+    profiles = (
+        f"values that go before those of `stage.yaml`: {', '.join(named_profiles())}, or a file (default: OMNI_PROFILE)"
+    )
+    add("--profile", default=os.environ.get("OMNI_PROFILE"), metavar="NAME|FILE", help=profiles)
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default 8000; 0 = a free port)")
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default 8001; 0 = a free port)")
@@ -134,8 +147,8 @@ def parser(*, mps: bool = False) -> argparse.ArgumentParser:
         "preload the library by which the server outlives a stage that stands still or dies at a bad moment (default)"
     )
     add("--stall-guard", action=argparse.BooleanOptionalAction, default=True, help=guard)
-    warm = "speak a short reply at the start, so that the first caller does not wait for cold caches (default)"
+    warm = "speak a short reply at the start, so that no caller waits for cold caches (default)"
     add("--warm-up", action=argparse.BooleanOptionalAction, default=True, help=warm)
-    placed = "the GPU of each stage, for example thinker=0,token2wav=1 (default: OMNI_GPUS, or all on GPU 0)"
+    placed = "the GPU of each stage, for example thinker=0,token2wav=1 (default: OMNI_GPUS, or 0)"
     add("--gpus", default=os.environ.get("OMNI_GPUS", ""), metavar="STAGE=N,...", help=placed)
     return command

@@ -3,7 +3,8 @@
 
 Triton hands a model's configuration to every client that asks, over HTTP and gRPC. Each start writes facts of the
 checkpoint and of the stages' settings into a copy of the public models' `config.pbtxt`, as JSON parameters. The copies
-of the stages' files name each stage's GPU. All else of the copy is links to the original.
+of the stages' files name each stage's GPU. A model that a profile changes gets a `stage.yaml` of its own. All else of
+the copy is links to the original.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from google.protobuf.text_encoding import CEscape  # type: ignore[import-untyped]
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
 from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.voice_names import voice_names
+from triton_omni.core.profile import NO_PROFILE, Profile
 from triton_omni.core.settings import (
     RequestLimits,
     SettingsError,
@@ -40,6 +43,8 @@ from triton_omni.supervisor.placement import instance_group
 STREAMING_MODEL = "qwen2_5_omni"
 UNARY_MODEL = "qwen2_5_omni_unary"
 CONFIG_FILE = "config.pbtxt"
+VERSION = "1"
+SETTINGS_FILE = "stage.yaml"
 _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 
@@ -60,13 +65,18 @@ class StageSettings:
         spoken, taken = self.talker.max_codes, self.token2wav.max_codes
         if spoken > taken:
             raise SettingsError(
-                f"talker/1/stage.yaml: max_codes: {spoken} must be at most token2wav's max_codes, {taken}: "
+                f"max_codes of the talker: {spoken} must be at most token2wav's max_codes, {taken}: "
                 "a longer reply would fail where it is spoken; lower it, or raise token2wav's"
             )
 
 
 @contextmanager
-def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str, int] | None = None) -> Iterator[Path]:
+def served_repository(
+    repository: Path,
+    checkpoint: Path,
+    placement: Mapping[str, int] | None = None,
+    profile: Profile = NO_PROFILE,
+) -> Iterator[Path]:
     """A model repository like `repository` in a folder of its own, which is removed at the end.
 
     Its public models' configurations have the parameters `voices`, `limits`, `sample_rate` and `checkpoint`. A
@@ -77,24 +87,25 @@ def served_repository(repository: Path, checkpoint: Path, placement: Mapping[str
         checkpoint: the checkpoint's folder.
         placement: number of each stage's GPU; None = there is no GPU. A stage whose settings say `device: cpu` is on
             none, and one whose `config.pbtxt` has an `instance_group` keeps it.
+        profile: settings that go before those of the stages' files.
 
     Raises:
-        ServerError: a `stage.yaml` or the checkpoint's configuration cannot be used, two stages' settings do not go
-            together, or the folder cannot be written.
+        ServerError: a `stage.yaml`, the profile or the checkpoint's configuration cannot be used, two stages' settings
+            do not go together, or the folder cannot be written.
     """
     public = [name for name in (STREAMING_MODEL, UNARY_MODEL) if (repository / name / CONFIG_FILE).is_file()]
-    if not public:
+    if not public and not profile.changes:
         yield repository
         return
     try:
-        stages, config = stage_settings(repository), load_config(checkpoint)
+        stages, config = stage_settings(repository, profile), load_config(checkpoint)
         added = {name: _parameters(served_facts(stages, config, checkpoint, name)) for name in public}
         for name, group in _instances(repository, stages, placement or {}).items():
             added[name] = added.get(name, "") + group
     except (SettingsError, CheckpointError) as error:
         raise ServerError(str(error)) from error
     with temporary_folder() as folder:
-        _compose(repository.resolve(), Path(folder), added)
+        _compose(repository.resolve(), Path(folder), added, profile)
         yield Path(folder)
 
 
@@ -109,17 +120,24 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
         ) from error
 
 
-def stage_settings(repository: Path) -> StageSettings:
-    """The settings of all models of a repository.
+def stage_settings(repository: Path, profile: Profile = NO_PROFILE) -> StageSettings:
+    """The settings of all models of a repository under a profile.
 
     Raises:
-        SettingsError: a `stage.yaml` cannot be used, or two do not go together.
+        SettingsError: a `stage.yaml` or the profile cannot be used, or two models' settings do not go together.
     """
+    for model in profile.changes:
+        if not (repository / model).is_dir():
+            raise SettingsError(f"{profile.source}: {model}: {repository} has no such model")
+
+    def of(model: str, kind: type[SettingsT]) -> SettingsT:
+        return profile.settings(model, _settings_file(repository, model), kind)
+
     return StageSettings(
-        _settings(repository, "thinker", ThinkerSettings),
-        _settings(repository, "talker", TalkerSettings),
-        _settings(repository, "token2wav", Token2WavSettings),
-        _settings(repository, UNARY_MODEL, UnarySettings) if (repository / UNARY_MODEL).is_dir() else None,
+        of("thinker", ThinkerSettings),
+        of("talker", TalkerSettings),
+        of("token2wav", Token2WavSettings),
+        of(UNARY_MODEL, UnarySettings) if (repository / UNARY_MODEL).is_dir() else None,
     )
 
 
@@ -132,7 +150,7 @@ def thinker_limits(repository: Path) -> RequestLimits:
     if not (repository / "thinker").is_dir():
         return RequestLimits()
     try:
-        return _settings(repository, "thinker", ThinkerSettings).limits
+        return load_settings(_settings_file(repository, "thinker"), ThinkerSettings).limits
     except SettingsError as error:
         raise ServerError(str(error)) from error
 
@@ -171,8 +189,8 @@ def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any
     }
 
 
-def _settings(repository: Path, model: str, kind: type[SettingsT]) -> SettingsT:
-    return load_settings(repository / model / "1" / "stage.yaml", kind)
+def _settings_file(repository: Path, model: str) -> Path:
+    return repository / model / VERSION / SETTINGS_FILE
 
 
 def _instances(repository: Path, stages: StageSettings, placement: Mapping[str, int]) -> dict[str, str]:
@@ -194,23 +212,35 @@ def _config(model: Path) -> str:
     return (model / CONFIG_FILE).read_text(encoding="utf-8")
 
 
-def _compose(repository: Path, target: Path, added: Mapping[str, str]) -> None:
+def _compose(repository: Path, target: Path, added: Mapping[str, str], profile: Profile) -> None:
     try:
         for source in repository.iterdir():
-            if source.name in added:
-                _add_model(source, target / source.name, added[source.name])
+            model = target / source.name
+            if source.name in added or source.name in profile.changes:
+                _link_all(source, model, but=CONFIG_FILE)
+                text = f"{_config(source)}\n{added.get(source.name, '')}"
+                (model / CONFIG_FILE).write_text(text, encoding="utf-8")
             else:
-                (target / source.name).symlink_to(source)
+                model.symlink_to(source)
+            if source.name in profile.changes:
+                _change(source, model / VERSION, profile)
     except OSError as error:
         raise ServerError(f"the model repository cannot be laid out in {target}: {error.strerror}") from error
 
 
-def _add_model(source: Path, target: Path, added: str) -> None:
+def _change(source: Path, version: Path, profile: Profile) -> None:
+    """Replace the link to a model's version by a folder whose `stage.yaml` has the profile's values."""
+    version.unlink()
+    _link_all(source / VERSION, version, but=SETTINGS_FILE)
+    text = yaml.safe_dump(profile.merge(source.name, source / VERSION / SETTINGS_FILE))
+    (version / SETTINGS_FILE).write_text(text, encoding="utf-8")
+
+
+def _link_all(source: Path, target: Path, *, but: str) -> None:
     target.mkdir()
     for part in source.iterdir():
-        if part.name != CONFIG_FILE:
+        if part.name != but:
             (target / part.name).symlink_to(part)
-    (target / CONFIG_FILE).write_text(f"{_config(source)}\n{added}", encoding="utf-8")
 
 
 def _parameters(facts: Mapping[str, Any]) -> str:

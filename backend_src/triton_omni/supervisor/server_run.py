@@ -134,8 +134,7 @@ class Launch:
         """Return tritonserver's command for a repository that was laid out; raise `ServerError` for invalid
         settings.
         """
-        original = self.config.model_repository
-        pools = [memory_pool_bytes(original, self.model)] * self.gpus if self.gpus else []
+        pools = [memory_pool_bytes(repository, self.model)] * self.gpus if self.gpus else []
         return server_command(
             self.config,
             self.install,
@@ -145,7 +144,7 @@ class Launch:
             regions=self.regions,
             pools=pools,
             options=self.options,
-            body_limit=thinker_limits(original).max_body_bytes,
+            body_limit=thinker_limits(repository).max_body_bytes,
         )
 
 
@@ -165,7 +164,7 @@ class ServerRun:
         config = launch.config
         with contextlib.ExitStack() as outliving:
             placement = config.placement if launch.gpus else None
-            laid_out = served_repository(config.model_repository, launch.model, placement)
+            laid_out = served_repository(config.model_repository, launch.model, placement, config.profile)
             repository = outliving.enter_context(laid_out)
             # A repository that was not laid out for this start is not ours to write to.
             own = [repository] if repository != config.model_repository else []
@@ -173,7 +172,7 @@ class ServerRun:
             environment = dict(launch.environment)
             if config.stall_guard:
                 environment |= with_stall_guard(environment, scratch)
-            environment |= with_bounds(environment, thinker_limits(config.model_repository).max_body_bytes)
+            environment |= with_bounds(environment, thinker_limits(repository).max_body_bytes)
             started = guarded_process(launch.command(repository), environment, launch.regions, [*own, scratch])
             self.process, self._guard = outliving.enter_context(started)
             self._readiness = Readiness(launch.control, repository) if own else None

@@ -68,6 +68,11 @@ class DiT(nn.Module):
         self.rotary_frequencies: Tensor
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
+    def free_products(self) -> None:
+        """Free the weights of attention and feed-forward, which `forward` alone reads; it can be called no more."""
+        for layer in self.transformer_blocks:
+            del layer.attn, layer.ff
+
     def voice(self, speaker: Tensor, reference_mel: Tensor) -> Voice:
         """Encode a voice once for all its streams.
 

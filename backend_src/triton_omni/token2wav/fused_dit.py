@@ -67,7 +67,7 @@ class FusedDiT:
     """Replaces a DiT at every evaluation (`sampler.VelocityNetwork`).
 
     Args:
-        dit: its weights are copied.
+        dit: its products are copied, and can then be freed.
         dtype: of the matrix products.
     """
 

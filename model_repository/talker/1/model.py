@@ -10,7 +10,8 @@ import triton_python_backend_utils as pb_utils
 
 from triton_omni.stub import launch
 
-FOLDER = Path(__file__).resolve().parent
+# Not resolved: under a profile this file is a link to the original, and has other settings beside it.
+FOLDER = Path(__file__).parent
 
 
 class TritonPythonModel:
