@@ -16,7 +16,7 @@ import soundfile
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from media_samples import image_file
-from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, talk
+from realtime_client import MANUAL, WHOLE, Talk, chat_of, greeting, noise, talk
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 
 MANUAL_AUDIO = MANUAL["audio"]
@@ -328,12 +328,38 @@ async def test_a_conversation_that_the_server_finds_too_long_is_shortened(
     assert (done.status, done.status_details.error.code) == ("failed", "context_length_exceeded")
 
 
-async def test_as_many_sounds_and_pictures_are_sent_as_the_server_takes(triton: FakeTriton) -> None:
-    tell(triton.configs["qwen2_5_omni"], limits={"max_media_items": 2, "max_prompt_tokens": 1000})
+async def test_the_fortieth_spoken_turn_still_has_the_sounds_of_all(triton: FakeTriton) -> None:
+    """The length of the prompt decides what is kept, no count."""
+    tell(triton.configs["qwen2_5_omni"], limits={"max_media_items": 16, "max_prompt_tokens": 32_000})
     with run_gateway(triton.url) as gateway:
         async with talk(gateway.base, **TEXT) as session:
-            for _ in range(3):
-                await session.append(noise(0.2))
-                await session.asked("input_audio_buffer.commit", "conversation.item.done")
-            await session.asked("response.create", "response.done")
-    assert len(inputs_of(triton.requests[0])["media"]) == 1
+            for turn in range(40):
+                await spoken(session, 0.2 + turn / 100)
+                await session.asked("response.create", "response.done")
+    sounds = inputs_of(triton.requests[-1])["media"]
+    seconds = [soundfile.info(io.BytesIO(sound)).duration for sound in sounds]
+    assert seconds == pytest.approx([0.2 + turn / 100 for turn in range(40)], abs=0.001)
+    assert [message["role"] for message in chat_of(triton.requests[-1])] == ["user", "assistant"] * 39 + ["user"]
+
+
+async def test_a_server_that_takes_fewer_sounds_gets_the_newest(triton: FakeTriton, gateway: RunningGateway) -> None:
+    def strict(request: Any, context: Any) -> Iterator[Any]:
+        if (count := len(inputs_of(request)["media"])) > 2:
+            yield failure(f"media: {count} elements, the limit is 2 [omni:too_large;stage=thinker]")
+        else:
+            yield from greeting(request, context)
+
+    triton.script = strict
+    async with talk(gateway.base, **TEXT) as session:
+        said = [await spoken(session, 0.2 + turn / 10) for turn in range(4)]
+        assert (await session.asked("response.create", "response.done")).response.status == "completed"
+        gone = [event.item_id for event in session.seen if event.type == "conversation.item.deleted"]
+    assert gone == said[:2]
+    newest = [soundfile.info(io.BytesIO(sound)).duration for sound in inputs_of(triton.requests[-1])["media"]]
+    assert newest == pytest.approx([0.4, 0.5], abs=0.001)
+
+
+async def spoken(session: Talk, seconds: float) -> str:
+    """Id of the item of a turn of the user."""
+    await session.append(noise(seconds))
+    return str((await session.asked("input_audio_buffer.commit", "conversation.item.done")).item.id)

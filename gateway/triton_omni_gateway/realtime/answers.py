@@ -254,9 +254,6 @@ class Answers:
             limit = min(rule.token_limits.post_instructions, limit or rule.token_limits.post_instructions)
         if limit is not None:
             self.drop(self._items.over_tokens(limit, limit * self._ratio))
-        most_media = self._server_limits.get("max_media_items")
-        if most_media is not None:
-            self.drop(self._items.over_media(most_media, int(most_media * self._ratio)))
 
     def drop(self, items: Iterable[AnyItem]) -> None:
         """Take items out of the conversation, and tell it."""

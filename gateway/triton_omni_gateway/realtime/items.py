@@ -108,11 +108,6 @@ class Item:
         media = self.media()
         return user_message(text, media) if text or media else None
 
-    @property
-    def num_media(self) -> int:
-        """How many sounds and pictures it has."""
-        return sum(part.kind in _MEDIA for part in self.content)
-
     def media(self) -> list[Media]:
         """Its sounds and pictures, in order."""
         return [
@@ -220,16 +215,6 @@ class Items:
             gone += 1
         return self._items[:gone]
 
-    def over_media(self, limit: int, keep: int) -> list[AnyItem]:
-        """Return the oldest items, which go where the conversation has over `limit` media, until `keep` are left."""
-        media, gone = sum(map(_num_media, self._items)), 0
-        if media <= limit:
-            return []
-        while gone < len(self._items) - 1 and media > keep:
-            media -= _num_media(self._items[gone])
-            gone += 1
-        return self._items[:gone]
-
     def over_tokens(self, limit: float, keep: float) -> list[AnyItem]:
         """Return the oldest items, which go where the conversation has over `limit` tokens, until `keep` are left."""
         tokens, gone = self.tokens, 0
@@ -239,10 +224,6 @@ class Items:
             tokens -= self._items[gone].tokens
             gone += 1
         return self._items[:gone]
-
-
-def _num_media(item: AnyItem) -> int:
-    return item.num_media if isinstance(item, Item) else 0
 
 
 def messages_of(items: Iterable[AnyItem], instructions: str | None) -> tuple[list[Json], list[Media]]:

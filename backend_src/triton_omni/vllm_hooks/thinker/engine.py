@@ -49,7 +49,7 @@ from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
 from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys
-from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
+from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, media_length, medium_refused
 from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, stop_string_of
@@ -78,7 +78,6 @@ class ThinkerVllmEngine:
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
-        media = settings.limits.max_media_items
         arguments = build_engine_args(
             checkpoint,
             settings.engine,
@@ -94,7 +93,6 @@ class ThinkerVllmEngine:
             **quantization_arguments(settings.quantization, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
-            limit_mm_per_prompt={"image": media, "audio": media, "video": media},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each. Its cache of processed media
             # is not made for threads, and its keys need decoded media.
             renderer_num_workers=settings.preprocess_threads,
@@ -162,6 +160,10 @@ class ThinkerVllmEngine:
         # Here, and not as the session opens: then all other sessions would wait.
         prefixes = None if hasher is None else prefix_keys(hasher, self._core.scheduler.block_size, engine_input)
         return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input, prefixes)
+
+    def media_tokens(self, media: Mapping[str, list[Any]]) -> int:
+        """Tokens of media in a prompt, see `session.engine.ThinkerEngine`."""
+        return media_length(self._media.info, media)
 
     def check_schema(self, schema: str, salt: str | None = None) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
