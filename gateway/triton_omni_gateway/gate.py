@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +20,7 @@ from .metrics import Metrics
 from .origins import JSON, refuse_web_page
 from .realtime.door import refuse_socket
 from .realtime.secrets import ClientSecrets
-from .request_log import log_request, note_error
+from .request_log import log_request, name_lines, new_request_id, note_error
 from .settings import GatewaySettings
 
 GUARDED = "/v1/"
@@ -78,7 +77,8 @@ class Gate:
         method = scope["method"]
         if method == "HEAD" and not is_of_the_page(scope["path"]):
             scope = {**scope, "method": "GET"}  # uvicorn, which knows the true one, sends no body
-        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        begin, request_id = time.monotonic(), new_request_id()
+        name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "status": None, "caller": ""}
         exchange = _Exchange(scope, receive, send)
@@ -100,7 +100,8 @@ class Gate:
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a WebSocket in, or refuse it before it is one."""
-        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        begin, request_id = time.monotonic(), new_request_id()
+        name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "caller": "", "session": {}}
         refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
