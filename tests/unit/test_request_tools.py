@@ -72,7 +72,10 @@ NO_OTHERS = {**LISTED, "additionalProperties": False}
     [
         (LISTED, NO_OTHERS),
         ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
-        ({"properties": {"properties": LISTED}}, {"properties": {"properties": NO_OTHERS}, "additionalProperties": False}),
+        (
+            {"properties": {"properties": LISTED}},
+            {"properties": {"properties": NO_OTHERS}, "additionalProperties": False},
+        ),
         ({"anyOf": [LISTED, {"items": LISTED}]}, {"anyOf": [NO_OTHERS, {"items": NO_OTHERS}]}),
         ({"$defs": {"x": LISTED}, "$ref": "#/$defs/x"}, {"$defs": {"x": NO_OTHERS}, "$ref": "#/$defs/x"}),
         *(

@@ -80,10 +80,15 @@ class RequestMedia:
             if salt is not None
         ]
         found = self._cache.find(keys)
-        bounds = {"is_wanted": is_wanted, "take": self._room.taker()}
-        media: list[Medium] = list(
-            self._decoders.decode(request.media, sizes, with_audio=with_audio, known=found, **bounds)
+        decoded = self._decoders.decode(
+            request.media,
+            sizes,
+            with_audio=with_audio,
+            is_wanted=is_wanted,
+            take=self._room.taker(),
+            known=found,
         )
+        media: list[Medium] = list(decoded)
         kept: dict[MediaKey, Medium] = {}
         for index, medium in enumerate(media):
             if in_pieces and isinstance(medium, Audio) and not medium.pieces:

@@ -15,7 +15,6 @@ from triton_omni.request.media.sniffing import KINDS_OF, sniff
 from triton_omni.request.media.types import Medium, VisionSizes
 from triton_omni.request.media.video import Container, decode_video
 
-
 Take = Callable[[Medium, int], None]
 """Called with each medium and its index once it is decoded; may refuse it, and the rest is not decoded."""
 
