@@ -36,6 +36,12 @@ def error_response(error: GatewayError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=dict(error.headers))
 
 
+async def refuse(socket: WebSocket, error: GatewayError) -> None:
+    """Answer a request for a WebSocket with an error."""
+    note_error(socket.scope, error)
+    await socket.send_denial_response(error_response(error))
+
+
 class Gate:
     """ASGI middleware around the whole application.
 
@@ -104,15 +110,21 @@ class Gate:
         name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "caller": "", "session": {}}
-        refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
-        status = _SWITCHED if refusal is None else refusal.status
+        refusal, status = refuse_socket(scope, self._settings, self._keys, self._client_secrets), _SWITCHED
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                self._metrics.answered(self._endpoint(scope), status, 0.0)
+            await send(message)
+
         try:
             if refusal is None:
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, send_named)
             else:
-                note_error(scope, refusal)
-                self._metrics.answered(self._endpoint(scope), status, 0.0)
-                await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
+                await refuse(WebSocket(scope, receive, send_named), refusal)
         except Exception:
             logger.exception("%s failed", request_id)
             raise

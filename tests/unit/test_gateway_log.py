@@ -175,16 +175,22 @@ def test_a_key_may_have_a_name(tmp_path: Any) -> None:
 async def test_a_session_has_a_line_at_its_end_and_a_refused_one_too(gateway: RunningGateway, lines: Lines) -> None:
     async with talk(gateway.base, key="first"):
         assert lines.all == []
-    with pytest.raises(InvalidStatus):
-        async with talk(gateway.base, key="third"):
-            pass
-    while len(lines.all) < 2:
+    refused = []
+    for options in ({"key": "third"}, {"key": "first", "model": "none"}):
+        with pytest.raises(InvalidStatus) as refusal:
+            async with talk(gateway.base, **options):
+                pass
+        refused.append(refusal.value.response.headers["x-request-id"])
+    while len(lines.all) < 3:
         await asyncio.sleep(0.01)
-    told = [(one.method, one.path, one.status, getattr(one, "key", None)) for one in lines.all]
-    assert sorted(told) == [
-        ("WebSocket", "/v1/realtime", 101, "alice"),
-        ("WebSocket", "/v1/realtime", 401, None),
+    told = [(one.path, one.status, getattr(one, "reason", None), getattr(one, "key", None)) for one in lines.all]
+    assert told == [
+        ("/v1/realtime", 101, None, "alice"),
+        ("/v1/realtime", 401, "invalid_api_key", None),
+        ("/v1/realtime", 404, "model_not_found", "alice"),
     ]
+    assert [one.request for one in lines.all[1:]] == refused
+    assert {one.method for one in lines.all} == {"WebSocket"}
 
 
 async def test_no_line_about_a_caller_is_without_an_id_or_an_address(triton: FakeTriton) -> None:
@@ -194,8 +200,12 @@ async def test_no_line_about_a_caller_is_without_an_id_or_an_address(triton: Fak
         assert process.stdout is not None
         base = process.stdout.readline().split("=")[1].split("/v1")[0]
         answer = exchanged(base, b"no HTTP\r\n\r\n")
-        exchanged(base, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nConnection: close, Upgrade\r\n\r\n")
-        exchanged(base, b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n")
+        exchanged(
+            base, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nConnection: close, Upgrade\r\n\r\n"
+        )
+        exchanged(
+            base, b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+        )
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.post(base + SPEECH, json={"model": MODEL, "input": "hi", "response_format": "wav"}, timeout=TIMEOUT_S)
         async with talk(base) as session:
