@@ -359,6 +359,35 @@ async def test_a_server_that_takes_fewer_sounds_gets_the_newest(triton: FakeTrit
     assert newest == pytest.approx([0.4, 0.5], abs=0.001)
 
 
+async def test_a_limit_of_another_key_takes_nothing_from_the_conversation(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    said = "sampling_parameters.tools: 200 tools, the limit is 128 [omni:too_large;stage=thinker]"
+    triton.script = lambda *_: iter([failure(said)])
+    async with talk(gateway.base, **TEXT) as session:
+        for number in range(3):
+            await session.say(f"Number {number} is here.")
+        done = (await session.asked("response.create", "response.done")).response
+        assert "conversation.item.deleted" not in session.types()
+    error = done.status_details.error
+    assert (done.status, error.code, error.message) == (
+        "failed",
+        "too_large",
+        "tools: 200 tools, the limit is 128",
+    )
+    assert len(triton.requests) == 1
+
+
+async def test_sound_that_nobody_could_hear_is_refused_and_not_kept(gateway: RunningGateway) -> None:
+    async with talk(gateway.base, **TEXT) as session:
+        for audio in ("", base64.b64encode(noise(0.09).tobytes()).decode()):
+            parts = [{"type": "input_text", "text": "Listen."}, {"type": "input_audio", "audio": audio}]
+            item = {"type": "message", "role": "user", "content": parts}
+            error = await session.refused("conversation.item.create", item=item)
+            assert (error.param, error.code) == ("item.content[1].audio", "invalid_value")
+            assert "ms of sound; at least 100 ms" in error.message
+
+
 async def spoken(session: Talk, seconds: float) -> str:
     """Id of the item of a turn of the user."""
     await session.append(noise(seconds))

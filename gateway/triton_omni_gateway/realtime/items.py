@@ -17,7 +17,7 @@ from triton_omni_gateway.errors import GatewayError, bad_request
 from .calls import CallItem, OutputItem, made_call
 from .config import Json
 from .events import ROOT, GivenItem, Part, new_id
-from .formats import BYTES_A_MS, Ear, heard_wav
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear, heard_wav
 from .limits import RealtimeLimits
 
 Role = Literal["system", "user", "assistant"]
@@ -285,7 +285,11 @@ def _content(part: Part, role: Role, path: str, ear: Ear) -> Content:
         raise bad_request(said, param=f"{path}.{key}", code="missing_required_parameter")
     if part.type == "input_audio":
         sound = decoded_base64(value, f"{path}.audio")
-        return Content("input_audio", part.transcript or "", ear.hear(sound) + ear.end())
+        pcm = ear.hear(sound) + ear.end()
+        if len(pcm) < SHORTEST_MS * BYTES_A_MS:
+            said = f"Invalid value for '{path}.audio': {len(pcm) // BYTES_A_MS} ms of sound; at least {SHORTEST_MS} ms."
+            raise bad_request(said, param=f"{path}.audio", code="invalid_value")
+        return Content("input_audio", part.transcript or "", pcm)
     if part.type == "input_image":
         return _image(value, f"{path}.image_url")
     # An earlier spoken reply is its text: the model reads earlier replies.

@@ -20,7 +20,7 @@ from .answers import Answers
 from .config import Json, SessionConfig, TranscriptionConfig, given_of, merged
 from .detection import check_detection, default_detection
 from .events import ClientEvent, new_id, server_event
-from .formats import Ear
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear
 from .hearing import Hearing
 from .idle import IdleTimer
 from .items import AnyItem, Content, Item, Items, decoded_base64, made_item
@@ -152,6 +152,8 @@ class Session:
 
     async def _append(self, event: events.BufferAppend) -> None:
         data = decoded_base64(event.audio, "audio")
+        if self._hearing.overflows(data) and (ended := self._hearing.stop()) is not None:
+            self._turn_ends(ended)  # or whoever speaks without a pause would be heard no more
         for piece in self._hearing.slices(data):
             for change in self._hearing.hear(piece):
                 await self._turn(change)
@@ -316,8 +318,9 @@ class Session:
         if self._answers.active is not None:
             return
         self._put_turn("timeout_triggered", audio_start_ms=begin_ms, audio_end_ms=end_ms)
-        if end_ms > begin_ms:
-            self._add_sound(self._hearing.utterance(begin_ms, end_ms))
+        sound = self._hearing.utterance(begin_ms, end_ms)
+        if len(sound) >= SHORTEST_MS * BYTES_A_MS:  # some may have been cleared; the model hears nothing shorter
+            self._add_sound(sound)
         self._respond_unasked()
 
     def _respond_unasked(self) -> None:
