@@ -225,6 +225,27 @@ async def test_a_response_aside_has_its_own_input_and_stays_out(triton: FakeTrit
     assert [len(chat_of(request)) for request in triton.requests] == [3, 1]
 
 
+@pytest.mark.parametrize(
+    ("item", "key"),
+    [
+        ({"type": "item_reference"}, "id"),
+        ({"type": "item_reference", "id": "nowhere"}, "id"),
+        ({"type": "message"}, "role"),
+        ({"type": "message", "role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+        ({"type": "function_call_output", "call_id": "call_1"}, "output"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_item_of_a_response_is_named_by_its_place(
+    gateway: RunningGateway, item: dict[str, Any], key: str
+) -> None:
+    first = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which name?"}]}
+    async with talk(gateway.base, **TEXT) as session:
+        error = await session.refused("response.create", response={"conversation": "none", "input": [first, item]})
+    assert error.param == f"response.input[1].{key}"
+    assert f"'{error.param}'" in error.message
+
+
 async def test_a_conversation_of_nothing_is_begun_by_the_model(triton: FakeTriton, gateway: RunningGateway) -> None:
     """As if the server's own system prompt were given."""
     async with talk(gateway.base, **TEXT) as session:

@@ -8,13 +8,13 @@ import binascii
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
 
-from .calls import CallItem, OutputItem, made_call
+from .calls import CallItem, OutputItem, made_call, needed
 from .config import Json
 from .events import ROOT, GivenItem, Part, new_id
 from .formats import BYTES_A_MS, SHORTEST_MS, Ear, heard_wav
@@ -250,26 +250,23 @@ def _caller(messages: list[Json]) -> Json:
     return messages[-1]
 
 
-def made_item(given: GivenItem, ear: Ear) -> AnyItem:
-    """An item as its client gave it.
+def made_item(given: GivenItem, ear: Ear, path: str) -> AnyItem:
+    """An item as its client gave it at a path of an event.
 
     Raises:
         GatewayError: 400, with the key at fault.
     """
     if given.type in ("function_call", "function_call_output"):
-        return made_call(given)
+        return made_call(given, path)
     if given.type != "message":
-        said = f"Invalid value for 'item.type': {given.type!a} belongs into the 'input' of a response."
-        raise bad_request(said, param="item.type", code="invalid_value")
-    if given.role is None:
-        raise bad_request(
-            "Missing required parameter: 'item.role'.", param="item.role", code="missing_required_parameter"
-        )
+        said = f"Invalid value for '{path}.type': {given.type!a} belongs into the 'input' of a response."
+        raise bad_request(said, param=f"{path}.type", code="invalid_value")
+    asked = needed(given, "role", path)
+    role = cast(Role, "system" if asked == "developer" else asked)
     if not given.content:
-        said = "Missing required parameter: 'item.content': a message has at least one part."
-        raise bad_request(said, param="item.content", code="missing_required_parameter")
-    role: Role = "system" if given.role == "developer" else given.role
-    content = [_content(part, role, f"item.content[{place}]", ear) for place, part in enumerate(given.content)]
+        said = f"Missing required parameter: '{path}.content': a message has at least one part."
+        raise bad_request(said, param=f"{path}.content", code="missing_required_parameter")
+    content = [_content(part, role, f"{path}.content[{place}]", ear) for place, part in enumerate(given.content)]
     return Item(role, content, given.id or new_id("item"))
 
 
