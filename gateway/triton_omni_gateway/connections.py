@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from .errors import bad_request
 from .realtime.protocol import RealtimeProtocol
+from .request_log import HTTP, log_request, new_request_id, note_error
 from .settings import GatewaySettings, SettingsError
 
 MAX_HEAD_BYTES = 32 << 10
@@ -92,6 +93,7 @@ class BoundedProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.logger = logging.getLogger(HTTP)
         self.conn: _BoundedParser = _BoundedParser()
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
@@ -167,10 +169,13 @@ class BoundedProtocol(H11Protocol):
         chunks = f"its body has over {SMALL_CHUNKS} chunks of under {CHUNK_BYTES} bytes"
         lengths = "has both Content-Length and Transfer-Encoding"
         error = bad_request(f"The request is no HTTP, {lengths}, {chunks}, or its head is over {MAX_HEAD_BYTES} bytes.")
-        body = json.dumps(error.body()).encode()
+        request_id, body = new_request_id(), json.dumps(error.body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.write(f"{head}x-request-id: {request_id}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+        scope = {"state": {"request_id": request_id}, "method": "-", "path": "-", "client": self.client}
+        note_error(scope, error)
+        log_request(scope, error.status, 0.0, "")
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Watch it no more: a WebSocket has bounds of its own."""
@@ -181,7 +186,7 @@ class BoundedProtocol(H11Protocol):
         """Close the connection that has waited longest, or this one where all others are at work."""
         idle = (one for one in opened if isinstance(one, BoundedProtocol) and one.is_idle)
         longest = min(idle, key=lambda one: one.wait_ends, default=self)
-        logger.warning("a connection was closed, since %s", cause)
+        logger.warning("a connection of %s was closed, since %s", longest.peer, cause)
         longest.abort()
 
     def abort(self) -> None:

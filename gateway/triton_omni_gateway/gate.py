@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +20,7 @@ from .metrics import Metrics
 from .origins import JSON, refuse_web_page
 from .realtime.door import refuse_socket
 from .realtime.secrets import ClientSecrets
-from .request_log import log_request, note_error
+from .request_log import log_request, name_lines, new_request_id, note_error
 from .settings import GatewaySettings
 
 GUARDED = "/v1/"
@@ -35,6 +34,12 @@ logger = logging.getLogger("uvicorn.error")
 def error_response(error: GatewayError) -> JSONResponse:
     """An error as the callers of OpenAI's clients expect it."""
     return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+async def refuse(socket: WebSocket, error: GatewayError) -> None:
+    """Answer a request for a WebSocket with an error."""
+    note_error(socket.scope, error)
+    await socket.send_denial_response(error_response(error))
 
 
 class Gate:
@@ -78,7 +83,8 @@ class Gate:
         method = scope["method"]
         if method == "HEAD" and not is_of_the_page(scope["path"]):
             scope = {**scope, "method": "GET"}  # uvicorn, which knows the true one, sends no body
-        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        begin, request_id = time.monotonic(), new_request_id()
+        name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "status": None, "caller": ""}
         exchange = _Exchange(scope, receive, send)
@@ -100,18 +106,25 @@ class Gate:
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a WebSocket in, or refuse it before it is one."""
-        begin, request_id = time.monotonic(), f"req_{secrets.token_hex(12)}"
+        begin, request_id = time.monotonic(), new_request_id()
+        name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "caller": "", "session": {}}
-        refusal = refuse_socket(scope, self._settings, self._keys, self._client_secrets)
-        status = _SWITCHED if refusal is None else refusal.status
+        refusal, status = refuse_socket(scope, self._settings, self._keys, self._client_secrets), _SWITCHED
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                self._metrics.answered(self._endpoint(scope), status, 0.0)
+            await send(message)
+
         try:
             if refusal is None:
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, send_named)
             else:
-                note_error(scope, refusal)
-                self._metrics.answered(self._endpoint(scope), status, 0.0)
-                await WebSocket(scope, receive, send).send_denial_response(error_response(refusal))
+                await refuse(WebSocket(scope, receive, send_named), refusal)
         except Exception:
             logger.exception("%s failed", request_id)
             raise

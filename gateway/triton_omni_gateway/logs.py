@@ -12,7 +12,7 @@ from typing import Any
 from pythonjsonlogger.json import JsonFormatter
 from uvicorn.config import LOGGING_CONFIG
 
-from .request_log import REQUESTS
+from .request_log import HTTP, REQUESTS, SOCKETS, Named
 
 EVERY_S = 10.0
 """Between two lines of the same text."""
@@ -62,10 +62,12 @@ def log_config(log_format: str, level: str) -> dict[str, Any]:
     """
     config = copy.deepcopy(LOGGING_CONFIG)
     del config["loggers"]["uvicorn.access"], config["handlers"]["access"], config["formatters"]["access"]
-    config["filters"] = {"repeats": {"()": Repeats}}
+    config["filters"] = {"named": {"()": Named}, "repeats": {"()": Repeats}}
     config["handlers"]["requests"] = copy.deepcopy(config["handlers"]["default"])
-    config["handlers"]["default"]["filters"] = ["repeats"]
+    config["handlers"]["default"]["filters"] = ["named", "repeats"]
     config["loggers"]["asyncio"] = {"handlers": ["default"], "level": "WARNING", "propagate": False}
+    # What uvicorn warns of has a request's line.
+    config["loggers"] |= {HTTP: {"level": "ERROR"}, SOCKETS: {"level": "WARNING"}}
     config["loggers"][REQUESTS] = {"handlers": ["requests"], "level": level.upper(), "propagate": False}
     if log_format == "json":
         names = {"levelname": "level", "name": "logger", "exc_info": "exception"}

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import secrets
+from contextvars import ContextVar
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -19,7 +21,32 @@ LONGEST_PATH = 200
 """Characters of a method or path in the log; a caller may send 32 KiB of it with each request."""
 REQUESTS = "triton_omni_gateway.requests"
 """Name of the logger of these lines."""
+HTTP, SOCKETS = "uvicorn.error.http", "uvicorn.error.sockets"
+"""Names of the loggers that uvicorn gets for connections."""
+_REQUEST: Final[ContextVar[str]] = ContextVar("request", default="")
+"""The request whose task this is; empty in those of none."""
 logger = logging.getLogger(REQUESTS)
+
+
+class Named(logging.Filter):
+    """Puts the id of the request in front of a line that its task writes without it: libraries do not know it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True: no line is held back."""
+        request_id, text = _REQUEST.get(), record.getMessage()
+        if request_id not in text:
+            record.msg, record.args = f"{request_id}: {text}", ()
+        return True
+
+
+def new_request_id() -> str:
+    """An id of 96 random bits."""
+    return f"req_{secrets.token_hex(12)}"
+
+
+def name_lines(request_id: str) -> None:
+    """From here on name a request in the lines of this task, and of those that it starts."""
+    _REQUEST.set(request_id)
 
 
 def note_end(http: Request, info: Info | None) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 
-from browser import run_browser, visit
-from gateway_fakes import RunningGateway
+from browser import launch, run_browser, visit
+from gateway_fakes import RunningGateway, run_gateway
 from media_samples import image_file
+from server.serving import Served
+from triton_omni_client import OmniClient
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +58,31 @@ def test_a_picture_is_taken(browser: Any, gateway: RunningGateway) -> None:
         (done,) = at.told("response.done")
         assert done["response"]["usage"]["input_token_details"]["image_tokens"] > 0
         assert at.played() == []
+
+
+def test_a_spoken_question_is_answered_aloud(browser: Any, mini: Served, tmp_path: Path) -> None:
+    """By the checkpoint that is served by default, whose own voice is the microphone."""
+    recording = tmp_path / "question.wav"
+    with OmniClient(mini.supervisor.grpc_url) as client:
+        question = client.say("Say: What color is the sky?", voice="Chelsie", seed=0).audio
+    quiet = np.zeros(3 * 24_000, np.float32)
+    soundfile.write(recording, np.concatenate([quiet, question, quiet]), 24_000, subtype="PCM_16")
+    with (
+        run_gateway(mini.supervisor.grpc_url) as gateway,
+        launch(browser.browser_type, tmp_path, recording) as listening,
+        visit(listening, gateway.base) as at,
+    ):
+        at.state("ready")
+        at.page.get_by_role("button", name="Talk").click()
+        at.state("hearing")
+        at.state("speaking", seconds=60)
+        at.state("listening", seconds=60)
+        (done,) = at.told("response.done")
+        (part,) = done["response"]["output"][0]["content"]
+        assert (done["response"]["status"], at.text(".reply .said").strip()) == ("completed", part["transcript"])
+        assert part["transcript"] != ""
+        assert sum(len(samples) for _, samples in at.played(1)) > 12_000
+        at.wait_until("document.querySelector('.question').textContent !== ''")
+        at.page.get_by_role("button", name="Talk").click()
+        at.state("ready")
+    mini.wait_until_idle()

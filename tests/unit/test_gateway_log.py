@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
 from gateway_command import started
@@ -173,13 +175,68 @@ def test_a_key_may_have_a_name(tmp_path: Any) -> None:
 async def test_a_session_has_a_line_at_its_end_and_a_refused_one_too(gateway: RunningGateway, lines: Lines) -> None:
     async with talk(gateway.base, key="first"):
         assert lines.all == []
-    with pytest.raises(InvalidStatus):
-        async with talk(gateway.base, key="third"):
-            pass
-    while len(lines.all) < 2:
+    refused = []
+    for options in ({"key": "third"}, {"key": "first", "model": "none"}):
+        with pytest.raises(InvalidStatus) as refusal:
+            async with talk(gateway.base, **options):
+                pass
+        refused.append(refusal.value.response.headers["x-request-id"])
+    while len(lines.all) < 3:
         await asyncio.sleep(0.01)
-    told = [(one.method, one.path, one.status, getattr(one, "key", None)) for one in lines.all]
-    assert sorted(told) == [
-        ("WebSocket", "/v1/realtime", 101, "alice"),
-        ("WebSocket", "/v1/realtime", 401, None),
+    told = [(one.path, one.status, getattr(one, "reason", None), getattr(one, "key", None)) for one in lines.all]
+    assert told == [
+        ("/v1/realtime", 101, None, "alice"),
+        ("/v1/realtime", 401, "invalid_api_key", None),
+        ("/v1/realtime", 404, "model_not_found", "alice"),
     ]
+    assert [one.request for one in lines.all[1:]] == refused
+    assert {one.method for one in lines.all} == {"WebSocket"}
+
+
+async def test_no_line_about_a_caller_is_without_an_id_or_an_address(triton: FakeTriton) -> None:
+    """What is no HTTP, an upgrade that is unknown, a socket that is none, an answer that is cut off."""
+    triton.script = lambda *_: iter([chunk(text="so far", audio=SOUND), failure("broken [omni:internal]")])
+    with started(triton, "--max-connections", "4") as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        answer = exchanged(base, b"no HTTP\r\n\r\n")
+        exchanged(
+            base, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nConnection: close, Upgrade\r\n\r\n"
+        )
+        exchanged(
+            base, b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+        )
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(base + SPEECH, json={"model": MODEL, "input": "hi", "response_format": "wav"}, timeout=TIMEOUT_S)
+        async with talk(base) as session:
+            session.connection._connection.transport.write(b"no frame")
+            with pytest.raises(ConnectionClosedError):
+                await session.connection.recv()
+        held = [connected(base) for _ in range(6)]
+        assert httpx.get(f"{base}/health/live", timeout=TIMEOUT_S).status_code == 200
+        for connection in held:
+            connection.close()
+        process.send_signal(signal.SIGTERM)
+        written = process.communicate(timeout=TIMEOUT_S)[1].splitlines()
+    (request_id,) = re.findall(rb"x-request-id: (req_[0-9a-f]{24})", answer)
+    (line,) = [line for line in written if request_id.decode() in line]
+    assert re.search(r"method=- path=- status=400 reason=invalid_request_error peer=127\.0\.0\.1 seconds=0", line)
+    own = r"Started server|Waiting for|Application (startup|shutdown)|Uvicorn running|Shutting down|Finished server"
+    about_callers = [line for line in written if not re.search(rf"{own}|without API keys", line)]
+    assert len(about_callers) >= 8
+    assert [line for line in about_callers if not re.search(r"req_[0-9a-f]{24}|of 127\.0\.0\.1", line)] == []
+
+
+def connected(base: str) -> socket.socket:
+    host, port = base.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+
+
+def exchanged(base: str, request: bytes) -> bytes:
+    """All that comes back until the gateway closes the connection."""
+    with connected(base) as connection:
+        connection.sendall(request)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    return answer

@@ -16,7 +16,7 @@ import soundfile
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from media_samples import image_file
-from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, talk
+from realtime_client import MANUAL, WHOLE, Talk, chat_of, greeting, noise, talk
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 
 MANUAL_AUDIO = MANUAL["audio"]
@@ -225,6 +225,27 @@ async def test_a_response_aside_has_its_own_input_and_stays_out(triton: FakeTrit
     assert [len(chat_of(request)) for request in triton.requests] == [3, 1]
 
 
+@pytest.mark.parametrize(
+    ("item", "key"),
+    [
+        ({"type": "item_reference"}, "id"),
+        ({"type": "item_reference", "id": "nowhere"}, "id"),
+        ({"type": "message"}, "role"),
+        ({"type": "message", "role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+        ({"type": "function_call_output", "call_id": "call_1"}, "output"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_item_of_a_response_is_named_by_its_place(
+    gateway: RunningGateway, item: dict[str, Any], key: str
+) -> None:
+    first = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which name?"}]}
+    async with talk(gateway.base, **TEXT) as session:
+        error = await session.refused("response.create", response={"conversation": "none", "input": [first, item]})
+    assert error.param == f"response.input[1].{key}"
+    assert f"'{error.param}'" in error.message
+
+
 async def test_a_conversation_of_nothing_is_begun_by_the_model(triton: FakeTriton, gateway: RunningGateway) -> None:
     """As if the server's own system prompt were given."""
     async with talk(gateway.base, **TEXT) as session:
@@ -328,12 +349,67 @@ async def test_a_conversation_that_the_server_finds_too_long_is_shortened(
     assert (done.status, done.status_details.error.code) == ("failed", "context_length_exceeded")
 
 
-async def test_as_many_sounds_and_pictures_are_sent_as_the_server_takes(triton: FakeTriton) -> None:
-    tell(triton.configs["qwen2_5_omni"], limits={"max_media_items": 2, "max_prompt_tokens": 1000})
+async def test_the_fortieth_spoken_turn_still_has_the_sounds_of_all(triton: FakeTriton) -> None:
+    """The length of the prompt decides what is kept, no count."""
+    tell(triton.configs["qwen2_5_omni"], limits={"max_media_items": 16, "max_prompt_tokens": 32_000})
     with run_gateway(triton.url) as gateway:
         async with talk(gateway.base, **TEXT) as session:
-            for _ in range(3):
-                await session.append(noise(0.2))
-                await session.asked("input_audio_buffer.commit", "conversation.item.done")
-            await session.asked("response.create", "response.done")
-    assert len(inputs_of(triton.requests[0])["media"]) == 1
+            for turn in range(40):
+                await spoken(session, 0.2 + turn / 100)
+                await session.asked("response.create", "response.done")
+    sounds = inputs_of(triton.requests[-1])["media"]
+    seconds = [soundfile.info(io.BytesIO(sound)).duration for sound in sounds]
+    assert seconds == pytest.approx([0.2 + turn / 100 for turn in range(40)], abs=0.001)
+    assert [message["role"] for message in chat_of(triton.requests[-1])] == ["user", "assistant"] * 39 + ["user"]
+
+
+async def test_a_server_that_takes_fewer_sounds_gets_the_newest(triton: FakeTriton, gateway: RunningGateway) -> None:
+    def strict(request: Any, context: Any) -> Iterator[Any]:
+        if (count := len(inputs_of(request)["media"])) > 2:
+            yield failure(f"media: {count} elements, the limit is 2 [omni:too_large;stage=thinker]")
+        else:
+            yield from greeting(request, context)
+
+    triton.script = strict
+    async with talk(gateway.base, **TEXT) as session:
+        said = [await spoken(session, 0.2 + turn / 10) for turn in range(4)]
+        assert (await session.asked("response.create", "response.done")).response.status == "completed"
+        gone = [event.item_id for event in session.seen if event.type == "conversation.item.deleted"]
+    assert gone == said[:2]
+    newest = [soundfile.info(io.BytesIO(sound)).duration for sound in inputs_of(triton.requests[-1])["media"]]
+    assert newest == pytest.approx([0.4, 0.5], abs=0.001)
+
+
+async def test_a_limit_of_another_key_takes_nothing_from_the_conversation(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    said = "sampling_parameters.tools: 200 tools, the limit is 128 [omni:too_large;stage=thinker]"
+    triton.script = lambda *_: iter([failure(said)])
+    async with talk(gateway.base, **TEXT) as session:
+        for number in range(3):
+            await session.say(f"Number {number} is here.")
+        done = (await session.asked("response.create", "response.done")).response
+        assert "conversation.item.deleted" not in session.types()
+    error = done.status_details.error
+    assert (done.status, error.code, error.message) == (
+        "failed",
+        "too_large",
+        "tools: 200 tools, the limit is 128",
+    )
+    assert len(triton.requests) == 1
+
+
+async def test_sound_that_nobody_could_hear_is_refused_and_not_kept(gateway: RunningGateway) -> None:
+    async with talk(gateway.base, **TEXT) as session:
+        for audio in ("", base64.b64encode(noise(0.09).tobytes()).decode()):
+            parts = [{"type": "input_text", "text": "Listen."}, {"type": "input_audio", "audio": audio}]
+            item = {"type": "message", "role": "user", "content": parts}
+            error = await session.refused("conversation.item.create", item=item)
+            assert (error.param, error.code) == ("item.content[1].audio", "invalid_value")
+            assert "ms of sound; at least 100 ms" in error.message
+
+
+async def spoken(session: Talk, seconds: float) -> str:
+    """Id of the item of a turn of the user."""
+    await session.append(noise(seconds))
+    return str((await session.asked("input_audio_buffer.commit", "conversation.item.done")).item.id)

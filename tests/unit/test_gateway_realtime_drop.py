@@ -104,6 +104,51 @@ class Connection:
         self.told.clear()
 
 
+class Flood(Endless):
+    """A reply that has no end."""
+
+    async def __anext__(self) -> Delta:
+        await asyncio.sleep(0)
+        if self.cancelled.is_set():
+            raise StopAsyncIteration
+        return TextDelta("word ")
+
+
+class Flooding(Asked):
+    """Servers that answer so."""
+
+    def stream(self, request: Request, *, retry: Retry | None = None) -> Endless:
+        self.streams.append(Flood(request))
+        return self.streams[-1]
+
+
+class SlowConnection(Connection):
+    """A client that takes the first events, then none."""
+
+    async def _take(self, message: Any) -> None:
+        if len(self.told) > 10:
+            await asyncio.Event().wait()
+        await super()._take(message)
+
+
+async def test_a_client_that_takes_its_reply_slowly_is_still_heard() -> None:
+    servers = Flooding()
+    client = SlowConnection(servers)
+    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), Metrics())
+    serving = asyncio.create_task(realtime.serve(client.socket))
+    client.send("response.create")
+    while not servers.streams:
+        await asyncio.sleep(0)
+    for _ in range(2000):  # far more than all that may be unsent
+        await asyncio.sleep(0)
+    client.send("response.cancel")
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    assert servers.streams[0].cancelled.is_set()
+    client.incoming.put_nowait({"type": "websocket.disconnect", "code": 1006})
+    await serving
+
+
 async def test_a_drop_cancels_all_at_once() -> None:
     servers = Asked()
     metrics = Metrics()

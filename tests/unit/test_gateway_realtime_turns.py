@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameter
 from gateway_fakes import RunningGateway, run_gateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, speech, talk
 from triton_omni_client.listening import HEARD_RATE, REACH, WINDOW
+from triton_omni_gateway.realtime.limits import RealtimeLimits
 
 RATE = 24_000
 SILENCE = np.zeros(RATE, np.int16)
@@ -135,6 +137,43 @@ async def test_a_silent_user_is_asked_again(
     assert rung.audio_start_ms == rung.audio_end_ms == 0
 
 
+async def test_a_silence_of_which_all_is_cleared_is_no_item(
+    triton: FakeTriton, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ringing: queue.Queue[Callable[[], Any]] = queue.Queue()
+
+    def wait(timer: Any, _playing_s: float, _idle_s: float, silent: Any) -> None:
+        silent()
+        loop = asyncio.get_running_loop()
+        ringing.put(lambda: loop.call_soon_threadsafe(timer._ring))
+
+    monkeypatch.setattr("triton_omni_gateway.realtime.idle.IdleTimer.start", wait)
+    async with talk(gateway.base, audio=vad(idle_timeout_ms=5000)) as session:
+        await session.say("Hello.")
+        await session.asked("response.create", "response.done")
+        await session.append(SILENCE)
+        await session.asked("input_audio_buffer.clear", "input_audio_buffer.cleared")
+        ringing.get()()
+        await session.until("input_audio_buffer.timeout_triggered")
+        await session.until("response.done")
+    assert inputs_of(triton.requests[-1]).get("media") is None
+    assert [message["role"] for message in chat_of(triton.requests[-1])] == ["user", "assistant"]
+
+
+async def test_who_speaks_without_a_pause_is_answered_when_no_more_can_wait(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_buffer_seconds=3)) as gateway:
+        async with talk(gateway.base, audio=vad(silence_duration_ms=60_000, interrupt_response=False)) as session:
+            for _ in range(2):
+                await session.append(speech(1.6))
+            assert (await session.until("response.done")).response.status == "completed"
+            assert session.types().count("input_audio_buffer.speech_stopped") == 1
+            assert (await session.refused("input_audio_buffer.append", audio=LONG)).code == "input_audio_buffer_full"
+            assert session.types().count("input_audio_buffer.speech_stopped") == 1
+    heard, rate = soundfile.read(io.BytesIO(inputs_of(asked_of(triton)[0])["media"][0]))
+    assert len(heard) / rate == pytest.approx(1.6, abs=0.1)
+
+
+LONG = base64.b64encode(bytes(4 * 2 * RATE)).decode()
 NO_CACHE = "prefill_only: this deployment has no prefix cache [omni:bad_request;stage=thinker]"
 
 
@@ -194,6 +233,26 @@ async def test_a_server_without_caches_is_hinted_to_once(triton: FakeTriton, gat
             await session.asked("input_audio_buffer.commit", "conversation.item.done")
             await session.asked("response.create", "response.done")
     assert len(hints_of(triton)) == 1
+
+
+async def test_an_utterance_that_is_refused_as_too_long_is_not_the_last_that_is_sent_ahead(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    def script(request: Any, context: Any) -> Iterator[Any]:
+        if parameters_of(request).get("prefill_only"):
+            yield failure("the prompt has 40000 tokens, the limit is 32767 [omni:too_large;stage=thinker]")
+        else:
+            yield from greeting(request, context)
+
+    triton.script = script
+    async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+        for number in range(2):
+            await session.append(noise(2.5))
+            while len(hints_of(triton)) == number:
+                await asyncio.sleep(0.01)
+            await session.asked("input_audio_buffer.commit", "conversation.item.done")
+            await session.asked("response.create", "response.done")
+    assert len(hints_of(triton)) == 2
 
 
 async def test_sound_that_is_cleared_is_forgotten(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -92,16 +92,18 @@ class TestErrorsNameTheMedium:
         assert decoded[0].audio is not None
         assert decode_media(parts, LIMITS, with_audio=False)[0].audio is None
 
-    def test_frames_of_all_videos_together_have_as_many_pixels_as_one_may(self):
-        part = MediaPart("video", samples.video_file())
-        (one,) = decode_media([part], LIMITS, with_audio=False)
-        pixels = one.frames[..., 0].size
-        enough, short = (
-            LIMITS.model_copy(update={"max_video_pixels": count}) for count in (2 * pixels, 2 * pixels - 1)
-        )
-        assert len(decode_media([part] * 2, enough, with_audio=False)) == 2
-        with pytest.raises(TooLarge, match=rf"medium 1 \(video\): with it {2 * pixels} pixels .* the limit is"):
-            decode_media([part] * 2, short, with_audio=False)
+    def test_nothing_is_decoded_after_a_medium_that_is_not_taken(self):
+        taken = []
+
+        def take(medium, index):
+            taken.append((type(medium).__name__, index))
+            if index:
+                raise TooLarge("no room")
+
+        parts = [MediaPart("image", samples.image_file()), MediaPart("audio", samples.audio_file())]
+        with pytest.raises(TooLarge, match="no room"):
+            decode_media([*parts, MediaPart("image", b"no picture")], LIMITS, with_audio=False, take=take)
+        assert taken == [("Image", 0), ("Audio", 1)]
 
 
 class TestAudio:

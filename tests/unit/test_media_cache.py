@@ -20,6 +20,7 @@ from triton_omni.request.media.types import Audio, Image, Video, VisionSizes, im
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Features, ThinkerPlaced
 from triton_omni.thinker.media_cache import ENTRY_BYTES, MediaCache, MediaKey
+from triton_omni.thinker.request_media import Room
 
 SIZES = VisionSizes()
 PHOTO = samples.image_file("jpeg", 84, 56)
@@ -129,7 +130,7 @@ class TestMediaCache:
 
 @pytest.fixture(scope="module")
 def decoders():
-    made = Decoders(RequestLimits(max_decode_seconds=10, max_video_pixels=40_000))
+    made = Decoders(RequestLimits(max_decode_seconds=10))
     yield made
     made.close()
 
@@ -143,15 +144,18 @@ class TestLimits:
         with pytest.raises(TooLarge, match=r"medium 1 \(audio\): decoding .* 10 seconds of CPU time"):
             decoders.decode([MediaPart("audio", SOUND)] * 2, with_audio=False, is_wanted=lambda: True, known=known)
 
-    def test_pixels_of_all_videos(self, decoders):
+    def test_room_of_a_prompt(self, decoders):
+        """Decoding ends with the first medium that a prompt has no room for: what is held decoded is bounded."""
         part, options = MediaPart("video", FILM), {"with_audio": False, "is_wanted": lambda: True}
         (film,) = decoders.decode([part], SIZES, **options)
-        told = []
-        for known in ((), [film.outline, None], [None, film.outline], [film.outline, film.outline]):
-            with pytest.raises(TooLarge, match="pixels in the frames of all videos") as refused:
-                decoders.decode([part, part], SIZES, known=known, **options)
-            told.append(refused.value.message)
-        assert len(set(told)) == 1
+        broken = MediaPart("video", b"none")
+        said = "the prompt has 80 tokens in its first 2 media alone; this deployment's limit is 79 (max_model_len)"
+        for known in ((), [film.outline, None, None], [None, film.outline, None], [film.outline, film.outline, None]):
+            take = Room(lambda _film: 40, 79).taker()
+            with pytest.raises(TooLarge) as refused:
+                decoders.decode([part, part, broken], SIZES, known=known, take=take, **options)
+            assert refused.value.message == said
+        assert len(decoders.decode([part, part], SIZES, take=Room(lambda _film: 40, 80).taker(), **options)) == 2
 
 
 @dataclass
@@ -160,6 +164,9 @@ class Engine:
 
     decoded: int = 0
     prompts: list = field(default_factory=list)
+
+    def media_tokens(self, media):
+        return sum(len(items) for items in media.values())
 
     def prepare(self, prompt, *, max_tokens=1):
         for kind, media in prompt.multi_modal_data.items():

@@ -34,6 +34,9 @@ class Engine:
         if "bogus" in schema:
             raise BadRequest("thinker.json_schema: bogus")
 
+    def media_tokens(self, media):
+        return 100 * sum(len(items) for items in media.values())
+
     def prepare(self, prompt, *, max_tokens=1):
         if len(prompt.token_ids) + max_tokens > self.max_model_len:
             raise TooLarge("too long")
@@ -157,6 +160,18 @@ def test_a_reply_without_a_limit_may_use_what_the_prompt_leaves(make):
     prepared = intake.prepare(raw(), 0)
     assert prepared.sampling.max_tokens == 200 - prepared.session.prompt_tokens
     assert prepared.session.max_rows == 200
+
+
+def test_media_without_room_in_a_prompt_are_not_all_decoded(make):
+    """The third picture is none, and nobody finds out: two have no room."""
+    intake, engine = make(engine=EngineSettings(max_model_len=199, max_num_batched_tokens=64))
+    messages = json.dumps([{"role": "user", "content": [{"type": "image"}] * 3}]).encode()
+    with pytest.raises(TooLarge) as refused:
+        intake.prepare(RawRequest(messages=messages, media=(image_file(), image_file(), b"none")), 0)
+    assert refused.value.message == (
+        "the prompt has 200 tokens in its first 2 media alone; this deployment's limit is 199 (max_model_len)"
+    )
+    assert engine.prompts == []
 
 
 def test_a_medium_becomes_a_part_of_the_prompt(make):

@@ -19,8 +19,9 @@ LIMITS = RequestLimits(max_tools=3, max_tools_bytes=1000, max_schema_bytes=200)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
 HANG_UP = {"type": "function", "function": {"name": "hang_up"}}
+CLOSED = {**PARAMETERS, "additionalProperties": False}
 FUNCTIONS = (
-    Function("get_weather", json.dumps(PARAMETERS, separators=(",", ":")), is_strict=True),
+    Function("get_weather", json.dumps(CLOSED, separators=(",", ":")), is_strict=True),
     Function("hang_up", '{"type":"object","additionalProperties":false}'),
 )
 USER = {"role": "user", "content": "hi"}
@@ -60,6 +61,48 @@ def test_tools_become_rules_and_are_listed_as_they_came(options: dict[str, Any],
     assert request.tools.rules == rules
     assert request.tools.listed == (WEATHER, HANG_UP)
     assert request.thinker.to_sampling(1, 9, request.tools.rules).tools == rules
+
+
+LISTED = {"properties": {"a": {}}}
+NO_OTHERS = {**LISTED, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "held"),
+    [
+        (LISTED, NO_OTHERS),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+        (
+            {"properties": {"properties": LISTED}},
+            {"properties": {"properties": NO_OTHERS}, "additionalProperties": False},
+        ),
+        ({"anyOf": [LISTED, {"items": LISTED}]}, {"anyOf": [NO_OTHERS, {"items": NO_OTHERS}]}),
+        ({"$defs": {"x": LISTED}, "$ref": "#/$defs/x"}, {"$defs": {"x": NO_OTHERS}, "$ref": "#/$defs/x"}),
+        *(
+            (as_it_came, as_it_came)
+            for as_it_came in (
+                {},
+                {**LISTED, "additionalProperties": True},
+                {**LISTED, "additionalProperties": {"type": "string"}},
+                {**LISTED, "required": ["a", "b"]},
+                {**LISTED, "required": [["a"]]},
+                {**LISTED, "required": "a"},
+                {**LISTED, "minProperties": 1},
+                {"properties": "a"},
+                {"default": LISTED, "patternProperties": {"^x": {}}},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_an_object_has_the_properties_that_it_lists_unless_it_says_which(
+    parameters: dict[str, Any], held: dict[str, Any]
+) -> None:
+    request = parse(tools=[function(parameters=parameters)])
+    assert request.tools is not None
+    (found,) = request.tools.rules.functions
+    assert json.loads(found.schema) == {"type": "object", **held}
+    assert request.tools.listed[0]["function"]["parameters"] == parameters
 
 
 def test_a_request_without_tools_has_none_whatever_the_choice() -> None:

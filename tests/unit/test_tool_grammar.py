@@ -8,6 +8,8 @@ import json
 import llguidance
 import pytest
 
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.tools import ToolParameters, read_tools
 from triton_omni.session.engine import Function, ToolRules
 from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
 
@@ -91,3 +93,14 @@ def test_what_nothing_can_be_held_to_is_left_out_of_a_schema_that_is_not_strict(
     assert not is_whole(grammars[0], '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>')
     matcher = llguidance.LLMatcher(TOKENIZER, llguidance.grammar_from("grammar", grammars[1]), log_level=0)
     assert "uniqueItems" in matcher.get_error()
+
+
+def test_a_call_has_no_argument_that_is_not_listed() -> None:
+    """By a schema as programs write it, without `additionalProperties`."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    given = ToolParameters(tools=[{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}])
+    tools = read_tools(given, RequestLimits(), "")
+    assert tools is not None
+    grammar = tool_grammar(tools.rules)
+    assert is_whole(grammar, ROME)
+    assert not is_whole(grammar, ROME.replace('"Rome"', '"Rome", "more": 1'))

@@ -147,10 +147,10 @@ class RequestLimits(_Frozen):
 
     max_request_bytes: Positive = 1 << 20
     """UTF-8 bytes of `text_input` or `messages`, without media data URIs."""
-    max_messages: Positive = 256
+    max_messages: Positive = 2048
     """Messages of one chat."""
-    max_media_items: Annotated[int, Field(ge=1, le=MOST_MEDIA_ITEMS)] = 16
-    """Media of one request."""
+    max_media_items: Annotated[int, Field(ge=1, le=MOST_MEDIA_ITEMS)] = 1024
+    """Media of one request; together they fit into `engine.max_model_len`."""
     max_media_bytes: Positive = 64 << 20
     """Encoded bytes of one medium."""
     max_body_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 30)] = 88 << 20
@@ -165,7 +165,7 @@ class RequestLimits(_Frozen):
     max_video_frames: Annotated[int, Field(ge=2)] = 256
     """Frames sampled from one video for the model."""
     max_video_pixels: Positive = 96 << 20
-    """Pixels of all sampled frames of one video, which are scaled down to fit, and of all videos together."""
+    """Pixels of all sampled frames of one video, which are scaled down to fit."""
     max_video_source_pixels: Positive = 16 << 30
     """Pixels of all decoded frames of one video; by default two minutes of 1080p at 60 Hz."""
     max_decode_seconds: Annotated[float, Field(ge=1)] = 160.0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pydantic import Field, StringConstraints
 
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.schema_limits import check_schema_limits
+from triton_omni.request.schema_limits import check_schema_limits, subschemas
 from triton_omni.request.strict_json import StrictModel, compact_json, shown, validate
 from triton_omni.session.engine import MAX_CALLS, Function, ToolRules
 
@@ -129,7 +130,31 @@ def _function(tool: dict[str, Any], limits: RequestLimits, path: str) -> Functio
     text = compact_json(schema)
     if len(text.encode()) > limits.max_schema_bytes:
         raise TooLarge(f"{where}: {len(text.encode())} bytes, the limit is {limits.max_schema_bytes}")
-    return Function(function.name, text, is_strict=bool(function.strict))
+    return Function(function.name, compact_json(_closed(schema)), is_strict=bool(function.strict))
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have the properties that they list and no others, where it does not say which.
+
+    JSON Schema would allow any, and a model that gets no end writes keys until its limit. xgrammar's and outlines'
+    default is the same.
+    """
+    closed = copy.deepcopy(schema)
+    nodes: list[Any] = [closed]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict) and _lists_all(node):
+            node.setdefault("additionalProperties", False)
+        nodes += (inner for _, inner in subschemas(node, ""))
+    return closed
+
+
+def _lists_all(node: dict[str, Any]) -> bool:
+    """False for an object that must have properties that it does not list: closed, there would be none such."""
+    listed, required = node.get("properties"), node.get("required", [])
+    if not isinstance(listed, dict) or not isinstance(required, list) or "minProperties" in node:
+        return False
+    return all(isinstance(key, str) and key in listed for key in required)
 
 
 def _choice(choice: str | dict[str, Any], names: Sequence[str], path: str) -> tuple[str, str | None]:

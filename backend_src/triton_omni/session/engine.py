@@ -303,6 +303,14 @@ class ThinkerEngine(AnyEngine, Protocol):
             BadRequest: media and placeholders do not fit together.
         """
 
+    def media_tokens(self, media: Mapping[str, list[Any]]) -> int:
+        """Tokens of media (`ThinkerPrompt.multi_modal_data`) in a prompt, without those around them; may be called from
+        any thread.
+
+        Raises:
+            BadRequest: a medium's size is one that no processor takes.
+        """
+
     def check_schema(self, schema: str, salt: str | None = None) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
         use to requests of the same salt alone.

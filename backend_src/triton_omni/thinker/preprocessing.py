@@ -23,14 +23,15 @@ from triton_omni.core.metrics import Metric
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import IsWanted
+from triton_omni.request.media.types import Medium, Video
 from triton_omni.request.parse import OmniRequest, RawRequest, RequestDefaults, parse_request, talker_seed
 from triton_omni.request.strict_json import compact_json
 from triton_omni.session.engine import Sampling, ThinkerEngine, ThinkerPlaced
 from triton_omni.session.wire import MediaTokens, Session
 from triton_omni.thinker.media_cache import MediaCache
 from triton_omni.thinker.preprocessed import Preprocessed, TakeTimeout
-from triton_omni.thinker.prompt import PromptRenderer, build_prompt
-from triton_omni.thinker.request_media import RequestMedia
+from triton_omni.thinker.prompt import PromptRenderer, build_prompt, to_vllm_data
+from triton_omni.thinker.request_media import RequestMedia, Room
 
 DRAWN_SEED_BITS: Final = 53
 """Bits of a drawn seed: it is reported in JSON, whose readers hold larger integers as inexact doubles."""
@@ -67,7 +68,8 @@ class Preprocessor:
         self._limits = settings.limits.model_copy(update={"max_audio_seconds": seconds})
         self._decoders = Decoders(self._limits)
         self._cache = MediaCache(settings.media_cache_bytes)
-        self._media = RequestMedia(self._decoders, self._cache, config.sound_window)
+        room = Room(self._tokens_of, settings.engine.max_model_len)
+        self._media = RequestMedia(self._decoders, self._cache, config.sound_window, room)
         self._secret = secrets.token_bytes(32)
         self._thinker = config.thinker
         self._speakers = speakers
@@ -145,6 +147,10 @@ class Preprocessor:
         placed = self._engine.prepare(prompt, max_tokens=request.thinker.max_tokens or least)
         self._media.keep(kept)
         return placed
+
+    def _tokens_of(self, medium: Medium) -> int:
+        has_sound = isinstance(medium, Video) and medium.audio is not None
+        return self._engine.media_tokens(to_vllm_data([medium], use_audio_in_video=has_sound)[0])
 
     def _ready(self, request: OmniRequest, placed: ThinkerPlaced, accepted_ns: int) -> Preprocessed:
         seed = secrets.randbits(DRAWN_SEED_BITS) if request.seed is None else request.seed

@@ -9,13 +9,15 @@ sound: it raises quiet values to a floor below the loudest. The floor of a piece
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triton_omni.checkpoint.facts import SoundWindow
+from triton_omni.core.errors import TooLarge
+from triton_omni.request.media.decode import Take
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import IsWanted
 from triton_omni.request.media.types import Audio, Medium, VisionSizes
@@ -27,21 +29,48 @@ LEAST_FRAMES = 3
 """Fewer frames at the end of a sound have no token."""
 
 
+@dataclass(frozen=True)
+class Room:
+    """The room of a prompt for media, which bounds what is held of a request until the prompt is made."""
+
+    tokens_of: Callable[[Medium], int]
+    """Tokens of a medium."""
+    max_model_len: int
+    """Tokens of a prompt."""
+
+    def taker(self) -> Take:
+        """Count the media of a request; raises `TooLarge` at the first one for which there is no room."""
+        taken = 0
+
+        def take(medium: Medium, index: int) -> None:
+            nonlocal taken
+            taken += self.tokens_of(medium)
+            if taken > self.max_model_len:
+                raise TooLarge(
+                    f"the prompt has {taken} tokens in its first {index + 1} media alone; this deployment's limit is "
+                    f"{self.max_model_len} (max_model_len)"
+                )
+
+        return take
+
+
 class RequestMedia:
     """Brings the media of requests; safe to use from many threads.
 
     Args:
         window: of the checkpoint's audio tower.
+        room: for the media of a request.
     """
 
-    def __init__(self, decoders: Decoders, cache: MediaCache, window: SoundWindow) -> None:
-        self._decoders, self._cache, self._window = decoders, cache, window
+    def __init__(self, decoders: Decoders, cache: MediaCache, window: SoundWindow, room: Room) -> None:
+        self._decoders, self._cache, self._window, self._room = decoders, cache, window, room
 
     def bring(self, request: OmniRequest, is_wanted: IsWanted) -> tuple[list[Medium], dict[MediaKey, Medium]]:
         """Return the media of a request in order, and those to `keep` once they are processed.
 
         Raises:
             BadRequest, TooLarge: see `Decoders.decode`.
+            TooLarge: a prompt has no room for so many, or such large ones.
         """
         sizes = VisionSizes().within(**vars(request.mm_processor_kwargs))
         with_audio, salt, in_pieces = request.use_audio_in_video, request.cache_salt, request.audio_in_pieces
@@ -51,9 +80,15 @@ class RequestMedia:
             if salt is not None
         ]
         found = self._cache.find(keys)
-        media: list[Medium] = list(
-            self._decoders.decode(request.media, sizes, with_audio=with_audio, is_wanted=is_wanted, known=found)
+        decoded = self._decoders.decode(
+            request.media,
+            sizes,
+            with_audio=with_audio,
+            is_wanted=is_wanted,
+            take=self._room.taker(),
+            known=found,
         )
+        media: list[Medium] = list(decoded)
         kept: dict[MediaKey, Medium] = {}
         for index, medium in enumerate(media):
             if in_pieces and isinstance(medium, Audio) and not medium.pieces:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry
 from triton_omni_client.conversation import HINT_PRIORITY
 from triton_omni_client.messages import Modality, media_fields
-from triton_omni_gateway.errors import CONTEXT_LENGTH, bad_request, broken
+from triton_omni_gateway.errors import CONTEXT_LENGTH, GatewayError, bad_request, broken
 from triton_omni_gateway.field_names import FieldNames
 from triton_omni_gateway.pool import PooledStream
 
@@ -29,7 +29,9 @@ from .servers import Servers
 _NAMES: Final = FieldNames(
     {
         "messages": "conversation",
+        "tools": "tools",
         "voice": "audio.output.voice",
+        "sampling_parameters": "",
         "sampling_parameters.voice": "audio.output.voice",
         "sampling_parameters.thinker.max_tokens": "max_output_tokens",
     },
@@ -105,7 +107,6 @@ class Answers:
         self._check_free(response)
         if response.asked.given is None:
             self._trim()
-        self._request(response)
         response.begin()
         task = asyncio.create_task(self._answer(response))
         self._tasks[response] = task
@@ -136,7 +137,8 @@ class Answers:
 
     def listen(self) -> AsyncListening[Media] | None:
         """Begin an utterance that is computed while it comes; None where the server has no cache for it."""
-        if self._prefill is not None and self._prefill.refusal is not None:
+        refusal = None if self._prefill is None else self._prefill.refusal
+        if refusal is not None and "prefill_only" in refusal.message:  # else longer hints of that utterance are refused
             self._refused_prefill = True
         if self._refused_prefill or self.active is not None:
             return None
@@ -204,7 +206,7 @@ class Answers:
             await self._send(response, stream)
         except OmniClientError as error:
             meant = await self._servers.explain(error, _NAMES.told, response.response_id)
-            if (meant.code == CONTEXT_LENGTH or meant.status == 413) and self._shorten(response):
+            if _is_of_length(meant) and self._shorten(response):
                 return True
             response.fail(meant)
         return False
@@ -254,9 +256,6 @@ class Answers:
             limit = min(rule.token_limits.post_instructions, limit or rule.token_limits.post_instructions)
         if limit is not None:
             self.drop(self._items.over_tokens(limit, limit * self._ratio))
-        most_media = self._server_limits.get("max_media_items")
-        if most_media is not None:
-            self.drop(self._items.over_media(most_media, int(most_media * self._ratio)))
 
     def drop(self, items: Iterable[AnyItem]) -> None:
         """Take items out of the conversation, and tell it."""
@@ -264,3 +263,9 @@ class Answers:
             self._items.remove(item)
             self._put(server_event("conversation.item.deleted", item_id=item.item_id))
             self._dropped(item)
+
+
+def _is_of_length(error: GatewayError) -> bool:
+    """True where a server refused the conversation, not another key of the session, as too long."""
+    is_of_conversation = error.param is None or error.param.startswith(_NAMES.prompt)
+    return error.code == CONTEXT_LENGTH or (error.status == 413 and is_of_conversation)

@@ -17,6 +17,7 @@ class InputBuffer:
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
+        self._most = most_seconds * 1000 * BYTES_A_MS
         self._pcm = bytearray()
         self._begin = 0
         """Bytes that came before those here."""
@@ -35,13 +36,17 @@ class InputBuffer:
         """Bytes of sound here."""
         return len(self._pcm)
 
+    def would_overflow(self, pcm_bytes: int) -> bool:
+        """True if there is room for so many bytes, but not beside what waits."""
+        return pcm_bytes <= self._most < len(self._pcm) + pcm_bytes
+
     def check_room(self, pcm_bytes: int) -> None:
         """Refuse sound that has no room.
 
         Raises:
             GatewayError: 400, with the limit.
         """
-        if len(self._pcm) + pcm_bytes > self._most_seconds * 1000 * BYTES_A_MS:
+        if len(self._pcm) + pcm_bytes > self._most:
             said = f"The input audio buffer holds {self._most_seconds:g} s, its limit: commit or clear it, then append."
             raise bad_request(said, param="audio", code="input_audio_buffer_full")
 

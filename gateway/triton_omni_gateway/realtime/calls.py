@@ -76,26 +76,30 @@ class OutputItem:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-def made_call(given: GivenItem) -> CallItem | OutputItem:
-    """A call or a result as its client gave it.
+def made_call(given: GivenItem, path: str) -> CallItem | OutputItem:
+    """A call or a result as its client gave it at a path of an event.
 
     Raises:
         GatewayError: 400, a key is missing.
     """
     item_id = given.id or new_id("item")
     if given.type == "function_call_output":
-        return OutputItem(_needed(given, "call_id"), _needed(given, "output"), item_id)
+        return OutputItem(needed(given, "call_id", path), needed(given, "output", path), item_id)
     call_id = given.call_id or new_id("call")
-    return CallItem(_needed(given, "name"), call_id, _needed(given, "arguments"), item_id)
+    return CallItem(needed(given, "name", path), call_id, needed(given, "arguments", path), item_id)
 
 
-def _needed(given: GivenItem, key: str) -> str:
+def needed(given: GivenItem, key: str, path: str) -> str:
+    """The value of an item's key.
+
+    Raises:
+        GatewayError: 400, the key is missing.
+    """
     value = getattr(given, key)
-    if not isinstance(value, str):
-        path = f"item.{key}"
-        said = f"Missing required parameter: '{path}'."
-        raise bad_request(said, param=path, code="missing_required_parameter")
-    return value
+    if value is None:
+        said = f"Missing required parameter: '{path}.{key}'."
+        raise bad_request(said, param=f"{path}.{key}", code="missing_required_parameter")
+    return str(value)
 
 
 def tool_fields(tools: Sequence[FunctionTool], choice: str | NamedTool, parallel: bool | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from triton_omni_gateway.connection import read_body
 from triton_omni_gateway.errors import RATE, GatewayError, overloaded
-from triton_omni_gateway.gate import error_response
+from triton_omni_gateway.gate import refuse
 from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
@@ -62,7 +62,7 @@ class Realtime:
                 said = f"this gateway has {self._limits.max_sessions} realtime sessions, its limit, already"
                 raise overloaded(f"{said}; try again later.")
         except GatewayError as error:
-            await socket.send_denial_response(error_response(error))
+            await refuse(socket, error)
             return
         self._count(1)
         try:
@@ -140,7 +140,7 @@ async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
     """Take the client's events until it leaves."""
     await session.begin()
     while True:
-        await outbox.room()
+        await outbox.room(of_client=True)
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             return
@@ -171,7 +171,7 @@ def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets
     @app.websocket("/{path:path}")
     async def other(socket: WebSocket) -> None:
         said = f"Invalid URL (WebSocket {ascii(socket.url.path[:80])[1:-1]}): WebSockets are served at {PATH}."
-        await socket.send_denial_response(error_response(GatewayError(404, said)))
+        await refuse(socket, GatewayError(404, said))
 
     @app.get(PATH, include_in_schema=False)
     async def no_session() -> Any:

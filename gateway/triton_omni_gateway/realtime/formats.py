@@ -21,6 +21,8 @@ from .config import PcmFormat, SoundFormat
 
 BYTES_A_MS: Final = HEARD_RATE * 2 // 1000
 """Bytes of a millisecond that is heard."""
+SHORTEST_MS: Final = 100
+"""Of sound that becomes an item, as at OpenAI."""
 _G711_RATE = 8000
 _CODECS: Final[dict[str, Literal["pcm_mulaw", "pcm_alaw"]]] = {"audio/pcmu": "pcm_mulaw", "audio/pcma": "pcm_alaw"}
 

@@ -13,12 +13,10 @@ from triton_omni_gateway.errors import bad_request
 from .buffer import InputBuffer
 from .config import AudioInput, PcmFormat, SemanticVad, ServerVad
 from .detection import detector_of
-from .formats import BYTES_A_MS, Ear
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear
 from .limits import RealtimeLimits
 from .turns import Change, Started, Stopped, TurnDetector
 
-_SHORTEST_MS = 100
-"""Length of an utterance that is committed, as at OpenAI."""
 _SLICE_SECONDS = 1
 """Length that is heard at once: the detector of speech takes 3 ms for it, in which nobody else is served."""
 Prefill = Callable[[], AsyncListening[Media] | None]
@@ -74,11 +72,21 @@ class Hearing:
         Raises:
             GatewayError: 400, there is no room for it.
         """
-        sound_format = self._audio.format
-        second = sound_format.rate * (2 if isinstance(sound_format, PcmFormat) else 1)
-        self._buffer.check_room(len(data) * 1000 * BYTES_A_MS // second)
-        for at in range(0, len(data), _SLICE_SECONDS * second):
-            yield data[at : at + _SLICE_SECONDS * second]
+        self._buffer.check_room(self._heard_bytes(data))
+        piece = _SLICE_SECONDS * self._bytes_a_second
+        for at in range(0, len(data), piece):
+            yield data[at : at + piece]
+
+    def overflows(self, data: bytes) -> bool:
+        """True if somebody has spoken for so long that the appended sound has no room beside."""
+        return self.speaks and self._buffer.would_overflow(self._heard_bytes(data))
+
+    def _heard_bytes(self, data: bytes) -> int:
+        return len(data) * 1000 * BYTES_A_MS // self._bytes_a_second
+
+    @property
+    def _bytes_a_second(self) -> int:
+        return self._audio.format.rate * (2 if isinstance(self._audio.format, PcmFormat) else 1)
 
     def hear(self, data: bytes) -> Iterator[Change]:
         """Take the next sound and tell who begins or ends to speak in it."""
@@ -125,8 +133,8 @@ class Hearing:
         """
         self._buffer.append(self._ear.end())
         waits = self._buffer.end_ms - self._buffer.begin_ms
-        if waits < _SHORTEST_MS:
-            said = f"The input audio buffer has {waits} ms of sound: append at least {_SHORTEST_MS} ms, then commit."
+        if waits < SHORTEST_MS:
+            said = f"The input audio buffer has {waits} ms of sound: append at least {SHORTEST_MS} ms, then commit."
             raise bad_request(said, code="input_audio_buffer_commit_empty")
         self._end_prefill()
         sound = self._buffer.take(self._buffer.begin_ms, self._buffer.end_ms)

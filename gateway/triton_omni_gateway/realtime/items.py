@@ -8,16 +8,16 @@ import binascii
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
 
-from .calls import CallItem, OutputItem, made_call
+from .calls import CallItem, OutputItem, made_call, needed
 from .config import Json
 from .events import ROOT, GivenItem, Part, new_id
-from .formats import BYTES_A_MS, Ear, heard_wav
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear, heard_wav
 from .limits import RealtimeLimits
 
 Role = Literal["system", "user", "assistant"]
@@ -107,11 +107,6 @@ class Item:
             return {"role": self.role, "content": text} if text else None
         media = self.media()
         return user_message(text, media) if text or media else None
-
-    @property
-    def num_media(self) -> int:
-        """How many sounds and pictures it has."""
-        return sum(part.kind in _MEDIA for part in self.content)
 
     def media(self) -> list[Media]:
         """Its sounds and pictures, in order."""
@@ -220,16 +215,6 @@ class Items:
             gone += 1
         return self._items[:gone]
 
-    def over_media(self, limit: int, keep: int) -> list[AnyItem]:
-        """Return the oldest items, which go where the conversation has over `limit` media, until `keep` are left."""
-        media, gone = sum(map(_num_media, self._items)), 0
-        if media <= limit:
-            return []
-        while gone < len(self._items) - 1 and media > keep:
-            media -= _num_media(self._items[gone])
-            gone += 1
-        return self._items[:gone]
-
     def over_tokens(self, limit: float, keep: float) -> list[AnyItem]:
         """Return the oldest items, which go where the conversation has over `limit` tokens, until `keep` are left."""
         tokens, gone = self.tokens, 0
@@ -239,10 +224,6 @@ class Items:
             tokens -= self._items[gone].tokens
             gone += 1
         return self._items[:gone]
-
-
-def _num_media(item: AnyItem) -> int:
-    return item.num_media if isinstance(item, Item) else 0
 
 
 def messages_of(items: Iterable[AnyItem], instructions: str | None) -> tuple[list[Json], list[Media]]:
@@ -269,26 +250,23 @@ def _caller(messages: list[Json]) -> Json:
     return messages[-1]
 
 
-def made_item(given: GivenItem, ear: Ear) -> AnyItem:
-    """An item as its client gave it.
+def made_item(given: GivenItem, ear: Ear, path: str) -> AnyItem:
+    """An item as its client gave it at a path of an event.
 
     Raises:
         GatewayError: 400, with the key at fault.
     """
     if given.type in ("function_call", "function_call_output"):
-        return made_call(given)
+        return made_call(given, path)
     if given.type != "message":
-        said = f"Invalid value for 'item.type': {given.type!a} belongs into the 'input' of a response."
-        raise bad_request(said, param="item.type", code="invalid_value")
-    if given.role is None:
-        raise bad_request(
-            "Missing required parameter: 'item.role'.", param="item.role", code="missing_required_parameter"
-        )
+        said = f"Invalid value for '{path}.type': {given.type!a} belongs into the 'input' of a response."
+        raise bad_request(said, param=f"{path}.type", code="invalid_value")
+    asked = needed(given, "role", path)
+    role = cast(Role, "system" if asked == "developer" else asked)
     if not given.content:
-        said = "Missing required parameter: 'item.content': a message has at least one part."
-        raise bad_request(said, param="item.content", code="missing_required_parameter")
-    role: Role = "system" if given.role == "developer" else given.role
-    content = [_content(part, role, f"item.content[{place}]", ear) for place, part in enumerate(given.content)]
+        said = f"Missing required parameter: '{path}.content': a message has at least one part."
+        raise bad_request(said, param=f"{path}.content", code="missing_required_parameter")
+    content = [_content(part, role, f"{path}.content[{place}]", ear) for place, part in enumerate(given.content)]
     return Item(role, content, given.id or new_id("item"))
 
 
@@ -304,7 +282,11 @@ def _content(part: Part, role: Role, path: str, ear: Ear) -> Content:
         raise bad_request(said, param=f"{path}.{key}", code="missing_required_parameter")
     if part.type == "input_audio":
         sound = decoded_base64(value, f"{path}.audio")
-        return Content("input_audio", part.transcript or "", ear.hear(sound) + ear.end())
+        pcm = ear.hear(sound) + ear.end()
+        if len(pcm) < SHORTEST_MS * BYTES_A_MS:
+            said = f"Invalid value for '{path}.audio': {len(pcm) // BYTES_A_MS} ms of sound; at least {SHORTEST_MS} ms."
+            raise bad_request(said, param=f"{path}.audio", code="invalid_value")
+        return Content("input_audio", part.transcript or "", pcm)
     if part.type == "input_image":
         return _image(value, f"{path}.image_url")
     # An earlier spoken reply is its text: the model reads earlier replies.

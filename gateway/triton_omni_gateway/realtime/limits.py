@@ -29,7 +29,9 @@ class RealtimeLimits:
     max_side_responses: int = 4
     """Responses outside of the conversation that are made at once."""
     max_unsent_events: int = 64
-    """Made and not taken by the client; further sound is not asked for, and no event is read, until it takes some."""
+    """Made and not taken by the client; further sound is not asked for until it takes some. At twice as many no event
+    is read.
+    """
     max_unsent_characters: int = MIB
     """The same, of their text; the last one may be as long as an item."""
     max_secrets: int = 256

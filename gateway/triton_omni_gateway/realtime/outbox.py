@@ -39,10 +39,17 @@ class Outbox:
         self._size += len(text)
         self._changed.set()
 
-    async def room(self) -> None:
-        """Wait until little is unsent."""
-        limits = self._limits
-        while len(self._events) >= limits.max_unsent_events or self._size >= limits.max_unsent_characters:
+    async def room(self, *, of_client: bool = False) -> None:
+        """Wait until little is unsent.
+
+        Args:
+            of_client: wait for an event of the client, which has as much room again: replies that fill theirs must not
+                keep an interruption from being heard.
+        """
+        limits, share = self._limits, 2 if of_client else 1
+        while (
+            len(self._events) >= share * limits.max_unsent_events or self._size >= share * limits.max_unsent_characters
+        ):
             self._taken.clear()
             await self._taken.wait()
 

@@ -11,16 +11,12 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame
 
 from triton_omni_gateway.errors import stopping
+from triton_omni_gateway.request_log import SOCKETS
 
 from .events import error_event, written
 
 _LINGER_S = 2.0
 """Seconds for what was sent to arrive, after the application has ended."""
-
-
-_logger = logging.getLogger("uvicorn.error.sockets")
-"""Warnings of uvicorn and websockets; the gate has a line for each connection."""
-_logger.setLevel(logging.WARNING)
 _MOST_FRAGMENTS = 1 << 14
 """Maximum pieces of one event: the longest one may come in pieces of a KiB."""
 
@@ -30,7 +26,7 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.logger = self.conn.logger = _logger
+        self.logger = self.conn.logger = logging.getLogger(SOCKETS)
 
     @property
     def peer(self) -> str:

@@ -17,10 +17,11 @@ from triton_omni_gateway.translate import check_model
 
 from . import events
 from .answers import Answers
+from .calls import needed
 from .config import Json, SessionConfig, TranscriptionConfig, given_of, merged
 from .detection import check_detection, default_detection
 from .events import ClientEvent, new_id, server_event
-from .formats import Ear
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear
 from .hearing import Hearing
 from .idle import IdleTimer
 from .items import AnyItem, Content, Item, Items, decoded_base64, made_item
@@ -152,6 +153,8 @@ class Session:
 
     async def _append(self, event: events.BufferAppend) -> None:
         data = decoded_base64(event.audio, "audio")
+        if self._hearing.overflows(data) and (ended := self._hearing.stop()) is not None:
+            self._turn_ends(ended)  # or whoever speaks without a pause would be heard no more
         for piece in self._hearing.slices(data):
             for change in self._hearing.hear(piece):
                 await self._turn(change)
@@ -211,7 +214,7 @@ class Session:
         self._put(server_event("input_audio_buffer.cleared"))
 
     async def _create_item(self, event: events.ItemCreate) -> None:
-        item = await self._made(event.item)
+        item = await self._made(event.item, "item")
         if item.size > self._limits.max_conversation_bytes:
             said = f"The item has {item.size} bytes, and a conversation may have {self._limits.max_conversation_bytes}."
             raise bad_request(said, param="item.content", code="item_too_large")
@@ -248,14 +251,15 @@ class Session:
             raise bad_request(said, param="item_id", code="item_in_use")
         self._answers.drop([item])
 
-    async def _made(self, given: events.GivenItem) -> AnyItem:
+    async def _made(self, given: events.GivenItem, path: str) -> AnyItem:
         """An item as it was given; sound and pictures of megabytes take long enough to hold others up."""
-        return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format))
+        return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format), path)
 
     async def _create_response(self, event: events.ResponseCreate) -> None:
-        given = (
-            None if event.response.input is None else [await self._given_item(item) for item in event.response.input]
-        )
+        given = None
+        if event.response.input is not None:
+            named = ((item, f"response.input[{place}]") for place, item in enumerate(event.response.input))
+            given = [await self._given_item(item, path) for item, path in named]
         self._stop_idle()
         self._respond(event.response, given)
 
@@ -280,11 +284,11 @@ class Session:
         )
         self._answers.create(Response(wanted, self._items, self._conversation_id, self._put))
 
-    async def _given_item(self, given: events.GivenItem) -> AnyItem:
+    async def _given_item(self, given: events.GivenItem, path: str) -> AnyItem:
         """An item of a response's own input, or one of the conversation that it names."""
         if given.type == "item_reference":
-            return self._items.find(given.id or "", "response.input")
-        return await self._made(given)
+            return self._items.find(needed(given, "id", path), f"{path}.id")
+        return await self._made(given, path)
 
     def _cancel_response(self, event: events.ResponseCancel) -> None:
         if not self._answers.cancel(event.response_id, "client_cancelled"):
@@ -316,8 +320,9 @@ class Session:
         if self._answers.active is not None:
             return
         self._put_turn("timeout_triggered", audio_start_ms=begin_ms, audio_end_ms=end_ms)
-        if end_ms > begin_ms:
-            self._add_sound(self._hearing.utterance(begin_ms, end_ms))
+        sound = self._hearing.utterance(begin_ms, end_ms)
+        if len(sound) >= SHORTEST_MS * BYTES_A_MS:  # some may have been cleared; the model hears nothing shorter
+            self._add_sound(sound)
         self._respond_unasked()
 
     def _respond_unasked(self) -> None:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from triton_omni.core.errors import BadRequest, OmniError, TooLarge
+from triton_omni.core.errors import BadRequest, OmniError
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
 from triton_omni.request.media.audio import decode_audio
 from triton_omni.request.media.image import decode_image
 from triton_omni.request.media.sniffing import KINDS_OF, sniff
-from triton_omni.request.media.types import Medium, Video, VisionSizes
+from triton_omni.request.media.types import Medium, VisionSizes
 from triton_omni.request.media.video import Container, decode_video
+
+Take = Callable[[Medium, int], None]
+"""Called with each medium and its index once it is decoded; may refuse it, and the rest is not decoded."""
+
+
+def take_all(_medium: Medium, _index: int) -> None:
+    """Refuse nothing."""
 
 
 class DecodeMedium(Protocol):
@@ -46,6 +52,7 @@ def decode_media(
     sizes: VisionSizes | None = None,
     *,
     with_audio: bool,
+    take: Take = take_all,
     decode: DecodeMedium = decode_medium,
 ) -> tuple[Medium, ...]:
     """Decode the media of a request one after another.
@@ -55,30 +62,18 @@ def decode_media(
         limits: of the deployment.
         sizes: what pictures are resized to; None = the defaults.
         with_audio: take the sound of videos (`use_audio_in_video`).
+        take: called with each; raises what refuses it.
         decode: decodes one of them.
 
     Raises:
         BadRequest, TooLarge: the message begins with the medium's index and kind.
-        TooLarge: the frames of all videos have more pixels than one video's may.
     """
     chosen = sizes or VisionSizes()
     media: list[Medium] = []
-    pixels = 0
     for index, part in enumerate(parts):
         media.append(decode(part, index, limits, chosen, with_audio=with_audio))
-        added = _pixels_of_frames(media[-1])
-        # All are held until the prompt is known to fit; one alone was scaled down to about so many.
-        if added and pixels and pixels + added > limits.max_video_pixels:
-            raise TooLarge(
-                f"medium {index} (video): with it {pixels + added} pixels in the frames of all videos, "
-                f"the limit is {limits.max_video_pixels}"
-            )
-        pixels += added
+        take(media[-1], index)
     return tuple(media)
-
-
-def _pixels_of_frames(medium: Medium) -> int:
-    return math.prod(medium.frames.shape[:3]) if isinstance(medium, Video) else 0
 
 
 def _decode(part: MediaPart, limits: RequestLimits, sizes: VisionSizes, with_audio: bool) -> Medium:

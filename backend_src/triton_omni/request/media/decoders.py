@@ -47,6 +47,7 @@ class Decoders:
         *,
         with_audio: bool,
         is_wanted: IsWanted,
+        take: decode.Take = decode.take_all,
         known: Sequence[Medium | None] = (),
     ) -> tuple[Medium, ...]:
         """Decode the media of one request one after another; see `decode.decode_media`.
@@ -56,6 +57,7 @@ class Decoders:
             sizes: what pictures are resized to, and how videos are sampled; None = the defaults.
             with_audio: take the sound of videos (`use_audio_in_video`).
             is_wanted: asked again and again; once it is not, the work is ended at once.
+            take: called with each medium; raises what refuses it.
             known: for each of `parts` what it was decoded to before, if that is known; it counts as if decoded again.
 
         Raises:
@@ -66,7 +68,9 @@ class Decoders:
             return ()
         with self._borrowed() as process:
             budget = _Budget(process, self._limits, is_wanted, known)
-            return decode.decode_media(parts, self._limits, sizes, with_audio=with_audio, decode=budget.decode)
+            return decode.decode_media(
+                parts, self._limits, sizes, with_audio=with_audio, take=take, decode=budget.decode
+            )
 
     def close(self) -> None:
         """End the processes that are idle; each of the others ends when its work is done or not wanted any more."""

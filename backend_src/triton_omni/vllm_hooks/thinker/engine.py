@@ -44,12 +44,11 @@ from triton_omni.vllm_hooks.shared.incremental_engine import core_step
 from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
 from triton_omni.vllm_hooks.shared.prefix_cache import PrefixCacheMixin
 from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
-from triton_omni.vllm_hooks.thinker import networks
+from triton_omni.vllm_hooks.thinker import networks, prompt_media
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
 from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys, salted
-from triton_omni.vllm_hooks.thinker.prompt_media import check_placeholders, expanded_length, medium_refused
 from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, stop_string_of
@@ -79,7 +78,6 @@ class ThinkerVllmEngine:
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
-        media = settings.limits.max_media_items
         arguments = build_engine_args(
             checkpoint,
             settings.engine,
@@ -95,7 +93,6 @@ class ThinkerVllmEngine:
             **quantization_arguments(settings, facts.four_bit, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
-            limit_mm_per_prompt={"image": media, "audio": media, "video": media},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each. Its cache of processed media
             # is not made for threads, and its keys need decoded media.
             renderer_num_workers=settings.preprocess_threads,
@@ -152,10 +149,10 @@ class ThinkerVllmEngine:
             BadRequest: the media do not fit the placeholders, or cannot be processed.
         """
         self._check_length(len(prompt.token_ids), max_tokens)
-        check_placeholders(prompt, self._media_ids)
+        prompt_media.check_placeholders(prompt, self._media_ids)
         if prompt.multi_modal_data:
             # Before the media are processed, which takes memory and time by their size.
-            self._check_length(expanded_length(self._media.info, prompt, self._media_ids), max_tokens)
+            self._check_length(prompt_media.expanded_length(self._media.info, prompt, self._media_ids), max_tokens)
         engine_input = self._render(prompt)
         ids: list[int] = engine_input["prompt_token_ids"]
         self._check_length(len(ids), max_tokens)
@@ -164,6 +161,10 @@ class ThinkerVllmEngine:
         # Here, and not as the session opens: then all other sessions would wait.
         prefixes = None if hasher is None else prefix_keys(hasher, self._core.scheduler.block_size, engine_input)
         return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input, prefixes)
+
+    def media_tokens(self, media: Mapping[str, list[Any]]) -> int:
+        """Tokens of media in a prompt, see `session.engine.ThinkerEngine`."""
+        return prompt_media.media_length(self._media.info, media)
 
     def check_schema(self, schema: str, salt: str | None = None) -> None:
         """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
@@ -301,7 +302,7 @@ class ThinkerVllmEngine:
         """vLLM's engine input: ids with expanded placeholders, and the processed media."""
         rendered: dict[str, Any]
         if prompt.multi_modal_data:
-            with medium_refused():
+            with prompt_media.medium_refused():
                 rendered = self._media.place(prompt)
         else:
             (rendered,) = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt.token_ids)}])

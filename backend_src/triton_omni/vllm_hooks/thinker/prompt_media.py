@@ -60,20 +60,23 @@ def expanded_length(info: Qwen2_5OmniThinkerProcessingInfo, prompt: ThinkerPromp
     """
     placeholders = sum(map(prompt.token_ids.count, media_ids.values()))
     around = 2 * len(prompt.multi_modal_data.get("video", ())) if _sounds_in_video(prompt) else 0
-    with medium_refused():
-        return len(prompt.token_ids) - placeholders + around + media_length(info, prompt.multi_modal_data)
+    return len(prompt.token_ids) - placeholders + around + media_length(info, prompt.multi_modal_data)
 
 
 def _sounds_in_video(prompt: ThinkerPrompt) -> bool:
     return bool(prompt.mm_processor_kwargs.get("use_audio_in_video"))
 
 
+@medium_refused()
 def media_length(info: Qwen2_5OmniThinkerProcessingInfo, media: Mapping[str, Sequence[Any]]) -> int:
     """Tokens of all media, without those around them.
 
     Args:
         info: vLLM's, of the checkpoint's processors.
         media: "image" (PIL, or uint8 [H, W, 3]), "audio" (float32 [S]), "video" (uint8 [T, H, W, 3]).
+
+    Raises:
+        BadRequest: a medium's size is one that no processor takes.
     """
     return sum(_TOKENS[kind](info, medium) for kind, items in media.items() for medium in items)
 
