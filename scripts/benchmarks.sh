@@ -5,18 +5,21 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `listeners` longer; `apart` and `replicas` need two GPUs. Exit
-# code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv.
+# After `./build.sh setup`. A part takes two to ten minutes, `listeners` and `caches` longer; `apart` and `replicas` need two
+# GPUs. Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL:
+# instead of random weights. STARTS ("1 2 3") and PRESETS ("reference fast"): a share of `caches`, of `presets` and `many`;
+# `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners apart replicas quality)
+PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
+    caches presets many realtime crowd_time apart replicas quality four_bit)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
 compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 tokens, 150 of text and 20 s of speech at most
     local part=$1 size=$2
     shift 2
-    "$PYTHON" "$ROOT/scripts/compare" --out "$OUT/$part" --model "random:$size" --mps "$@" -- \
+    "$PYTHON" "$ROOT/scripts/compare" --out "$OUT/$part" --model "${MODEL:-random:$size}" --mps "$@" -- \
         --fixed-lengths --prompt-tokens 100 --system "" --max-tokens 150 --talker-max-tokens 1000
 }
 
@@ -75,7 +78,8 @@ part_small() {
 part_steps() {
     micro steps/steady 7b --only thinker,thinker-vllm,talker --steps 60 &&
         micro steps/small 3b --only thinker,thinker-vllm,talker --steps 60 &&
-        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode
+        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode &&
+        micro steps/fp8 7b --only thinker,thinker-vllm --steps 60 --quantization fp8
 }
 
 part_windows() {
@@ -153,6 +157,54 @@ part_listeners() { # first audio against the number of listeners, who hear repli
     compare listeners 7b --variant 'shipped={"bench": "--ramp-up 6 --listen --warm-up 0"}' "${loads[@]}"
 }
 
+part_caches() { # requests without a salt, with the caches and without, each served several times
+    local start variants=() off='{"prefix_caching": false}' short='--talker-max-tokens 300'
+    for start in ${STARTS:-1 2 3}; do
+        variants+=(--variant "plain.$start={\"thinker\": $off, \"talker\": $off}" --variant "shipped.$start")
+    done
+    compare caches 7b "${variants[@]}" --load "one.1=--concurrency 1 --requests 10 $short" \
+        --load "one.2=--concurrency 1 --requests 10 $short" --load "together.1=--concurrency 32 --requests 32 $short" &&
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/caches"
+}
+
+presets() { # presets PART STAGES TOKEN2WAV PLACES...: listeners of replies of 20 s, for each preset
+    local part=$1 stages=$2 streams=$3 preset places variants=() loads=()
+    shift 3
+    for preset in ${PRESETS:-reference fast}; do
+        variants+=(--variant "$preset={$stages \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
+    done
+    for places in "$@"; do
+        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
+    done
+    compare "$part" 7b "${variants[@]}" --load 'together=--concurrency 32 --requests 64' "${loads[@]}" &&
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/$part"
+}
+
+part_presets() { # evaluations of the flow against listeners that hear no gap
+    presets presets '' '' 32 48 64
+}
+
+part_many() { # the same with room for 128 streams
+    local room='{"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}}'
+    presets many "\"thinker\": $room, \"talker\": $room," '"max_streams": 128,' 96 128
+}
+
+part_realtime() { # sessions of a gateway before a server, 1 and 32
+    mkdir -p "$OUT/realtime"
+    "$PYTHON" "$ROOT/scripts/realtime_served.py" --model "${MODEL:-random:7b}" --mps -o "$OUT/realtime/realtime.json"
+}
+
+part_crowd_time() { # where each stage's time goes with 32 and 48 listeners of replies of 6 s
+    local places loads=() reports=()
+    mkdir -p "$OUT/crowd_time"
+    for places in 32 48; do
+        loads+=(--load "listeners-$places=--concurrency $places --requests $((3 * places + 2)) --talker-max-tokens 300")
+        reports+=("$OUT/crowd_time/served/shipped/listeners-$places.json")
+    done
+    compare crowd_time/served 7b --variant 'shipped={"bench": "--ramp-up 6 --listen --warm-up 0"}' "${loads[@]}" &&
+        "$PYTHON" "$ROOT/scripts/stage_time.py" "${reports[@]}" | tee "$OUT/crowd_time/stage_time.md"
+}
+
 part_apart() { # token2wav on a GPU of its own
     compare apart 7b --variant shipped --variant 'apart={"gpus": "token2wav=1"}' --load "$ONE" \
         --load "$EIGHT" --load "$TOGETHER" --load "$LISTENERS"
@@ -163,24 +215,28 @@ part_replicas() {
         --load "$AFTER"
 }
 
-part_quality() { # plans, solvers and precisions against whole replies in float32, of the checkpoint that OMNI_MODEL names
-    local dtype plan variants=()
-    for dtype in float32 float16; do
-        for plan in balanced low_latency steady; do
-            variants+=(--variant "$plan-$dtype={\"token2wav\": {\"plan\": \"$plan\", \"dtype\": \"$dtype\"}}")
-        done
+part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against whole replies at ten points in float32
+    local wanted flow='"diffusion": {"solver": "rk4", "num_steps": 10}' variants=()
+    for wanted in balanced-float32 low_latency-float32 balanced-float16; do
+        variants+=(--variant "$wanted={\"token2wav\": {\"plan\": \"${wanted%-*}\", \"dtype\": \"${wanted#*-}\", $flow}}")
     done
     "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/quality" "${variants[@]}" -- \
-        --sentences 20 --prompts 4 --pictures 0 --sounds 0 --seeds 3 --setting 'offline={"token2wav": {"mode": "offline"}}' \
-        --setting 'rk4-10={"token2wav": {"solver": "rk4", "num_steps": 10}}' \
-        --setting 'rk4-6={"token2wav": {"solver": "rk4", "num_steps": 6}}' \
-        --setting 'rk4-4={"token2wav": {"solver": "rk4", "num_steps": 4}}' \
+        --sentences 20 --prompts 4 --pictures 0 --sounds 0 --seeds 3 \
+        --setting 'offline={"token2wav": {"mode": "offline"}}' --setting 'reference={"token2wav": {"preset": "reference"}}' \
+        --setting 'fast={"token2wav": {"preset": "fast"}}' --setting 'rk4-6={"token2wav": {"num_steps": 6}}' \
         --setting 'euler-21={"token2wav": {"solver": "euler", "num_steps": 21}}' \
         --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
 }
 
+part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and served
+    micro four_bit/plain 7b --only thinker --steps 60 &&
+        micro four_bit/awq 7b-awq --only thinker,thinker-vllm --steps 60 &&
+        micro four_bit/gptq 7b-gptq --only thinker --steps 60 &&
+        compare four_bit/served 7b-awq --variant shipped --load "$ONE" --load "$TOGETHER"
+}
+
 usage() {
-    sed -n '3,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     echo "Parts: ${PARTS[*]}"
 }
 

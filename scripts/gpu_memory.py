@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from triton_omni.checkpoint.synthetic import planned_tensors
-from triton_omni.checkpoint.synthetic_config import Size, omni_config
+from triton_omni.checkpoint.synthetic_config import omni_config, split_name
 from triton_omni.core.settings import EngineSettings, TalkerSettings, ThinkerSettings
 
 TOKEN2WAV_GB = 6.1
 """Measured once on 2026-11-26, on an H200 with one stream, by `scripts/benchmarks.sh out served`."""
-SIZES: tuple[Size, ...] = ("7b", "3b")
+COLUMNS = {"7b": "7B", "7b-awq": "7B-AWQ", "3b": "3B"}
+"""Title by the synthetic checkpoint's name. AWQ and GPTQ differ by 5 MB."""
 SMALL_SEQUENCES = 4
 """`engine.max_num_seqs` of thinker and talker in the last row."""
 _VALUE_BYTES = 2  # half precision
@@ -26,7 +27,7 @@ _VALUE_BYTES = 2  # half precision
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a checkpoint of one size takes: weights of a stage, and a cached token of a stage."""
+    """Bytes that a checkpoint takes: weights of a stage, and a cached token of a stage."""
 
     thinker_weights: int
     talker_weights: int
@@ -36,11 +37,12 @@ class Needs:
     """The same."""
 
     @classmethod
-    def of(cls, size: Size) -> Needs:
-        """By the synthetic checkpoint of that size; none is written."""
+    def of(cls, name: str) -> Needs:
+        """By the synthetic checkpoint of that name; none is written."""
         weights = {"thinker": 0, "talker": 0, "token2wav": 0}
-        for tensor in planned_tensors(size):
+        for tensor in planned_tensors(name):
             weights[tensor.name.partition(".")[0]] += tensor.nbytes
+        size, _ = split_name(name)
         config = cast(Any, omni_config(size))
         thinker, talker = config.thinker_config.text_config, config.talker_config
         return cls(weights["thinker"], weights["talker"], *(_token_bytes(part) for part in (thinker, talker)))
@@ -54,10 +56,10 @@ def _token_bytes(config: Any) -> int:
 
 def document() -> str:
     """The table, and a sentence on tokens."""
-    needs = [Needs.of(size) for size in SIZES]
+    needs = list(map(Needs.of, COLUMNS))
     thinker, talker = ThinkerSettings().engine, TalkerSettings().engine
     rows = {
-        "thinker's weights, half precision": [_gb(need.thinker_weights) for need in needs],
+        "thinker's weights": [_gb(need.thinker_weights) for need in needs],
         "talker's weights": [_gb(need.talker_weights) for need in needs],
         f"thinker's KV cache and rows, {thinker.cached_tokens:,} tokens": [
             _gb(need.thinker_token * thinker.cached_tokens) for need in needs
@@ -65,16 +67,18 @@ def document() -> str:
         f"talker's KV cache and rows, {talker.cached_tokens:,} tokens": [
             _gb(need.talker_token * talker.cached_tokens) for need in needs
         ],
-        "token2wav with its recorded steps": [f"{TOKEN2WAV_GB}"] * len(needs),
+        "token2wav with its CUDA graphs": [f"{TOKEN2WAV_GB}"] * len(needs),
         "**together**": [f"**{_together(need, thinker, talker):.0f}**" for need in needs],
-        f"together with `engine.max_num_seqs: {SMALL_SEQUENCES}` in thinker and talker": [
+        f"together with `engine.max_num_seqs: {SMALL_SEQUENCES}` in both": [
             f"{_together(need, *(_small(engine) for engine in (thinker, talker))):.0f}" for need in needs
         ],
     }
-    lines = [("GB", *(size.upper() for size in SIZES)), ("---",) * 3, *((name, *cells) for name, cells in rows.items())]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| --- | --- | --- |", "|---|---|---|")
-    tokens = [f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in needs]
-    return f"{table}\n\nA token takes, in thinker and talker: 7B {tokens[0]}, 3B {tokens[1]}.\n"
+    header = f"| GB | {' | '.join(COLUMNS.values())} |\n|{'---|' * (1 + len(COLUMNS))}"
+    table = "\n".join([header, *(f"| {' | '.join((name, *cells))} |" for name, cells in rows.items())])
+    seven, three = (
+        f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in (needs[0], needs[-1])
+    )
+    return f"{table}\n\nA token takes, in thinker and talker: 7B {seven}, 3B {three}.\n"
 
 
 def _together(need: Needs, thinker: EngineSettings, talker: EngineSettings) -> float:

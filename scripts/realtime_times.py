@@ -9,7 +9,8 @@ the next turn. Milliseconds, median and p95 of all turns:
 - manual: from the end of the question, which is committed then, to the first audio
 - server_vad: from the end of the question to `speech_stopped` (its silence), and from there to the first audio
 - barge-in: from the first sample of speech in a reply to `response.done`, and to no session in any stage. The metrics
-  of a Triton server without other users tell the latter, so only one session can measure it
+  of a Triton server without other users tell the latter, ten times a second, so only one session can measure it. A
+  reply that ends before it is interrupted is not counted
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import time
 import wave
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +36,32 @@ RATE = 24_000
 PIECE_S = 0.02
 PIECE = int(RATE * PIECE_S) * 2
 VAD = {"type": "server_vad", "silence_duration_ms": 500}
+KINDS = {
+    "manual_first_audio": "manual: end of speech, first audio",
+    "vad_speech_stopped": "server_vad: end of speech, speech_stopped",
+    "vad_first_audio": "server_vad: speech_stopped, first audio",
+    "barge_in_done": "barge-in: speech, response.done",
+    "barge_in_idle": "barge-in: speech, idle engines",
+}
+"""What is measured."""
 _SESSIONS = re.compile(r"^omni_sessions(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class Times:
-    """Milliseconds by what they are."""
+    """Milliseconds by a key of `KINDS`."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[float]] = defaultdict(list)
+        self.found: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, name: str, begin: float, end: float) -> None:
+    def add(self, kind: str, begin: float, end: float) -> None:
         """Keep a time between two moments of `time.monotonic`."""
-        self._found[name].append(1000 * (end - begin))
+        self.found[kind].append(1000 * (end - begin))
 
     def lines(self) -> list[str]:
         """A Markdown table."""
         rows = [
-            f"| {name} | {len(times)} | {_ms(times, 50)} | {_ms(times, 95)} |" for name, times in self._found.items()
+            f"| {KINDS[kind]} | {len(times)} | {_ms(times, 50)} | {_ms(times, 95)} |"
+            for kind, times in self.found.items()
         ]
         return ["| from … to | turns | median, ms | p95, ms |", "|---|---|---|---|", *rows]
 
@@ -68,6 +79,8 @@ class User:
         self._seen: dict[str, float] = {}
         """When each type of event came last."""
         self._changed = asyncio.Condition()
+        self._was_cut = False
+        """True if the last response was cancelled."""
 
     async def listen(self) -> None:
         """Take all events.
@@ -78,8 +91,10 @@ class User:
         async for event in self._connection:
             if event.type == "error":
                 raise RuntimeError(event.error.message)
-            if event.type == "response.done" and event.response.status == "failed":
-                raise RuntimeError(event.response.status_details.error.message)
+            if event.type == "response.done":
+                self._was_cut = event.response.status == "cancelled"
+                if event.response.status == "failed":
+                    raise RuntimeError(event.response.status_details.error.message)
             async with self._changed:
                 self._seen.setdefault(event.type, time.monotonic())
                 self._changed.notify_all()
@@ -113,7 +128,7 @@ class User:
         end = time.monotonic()
         await self._connection.input_audio_buffer.commit()
         await self._connection.response.create()
-        self._times.add("manual: end of speech, first audio", end, await self.until("response.output_audio.delta"))
+        self._times.add("manual_first_audio", end, await self.until("response.output_audio.delta"))
         await self.until("response.done")
 
     async def detected(self) -> None:
@@ -123,10 +138,8 @@ class User:
         end = time.monotonic()
         await self.speak(bytes(4 * RATE), "input_audio_buffer.speech_stopped")
         stopped = await self.until("input_audio_buffer.speech_stopped")
-        self._times.add("server_vad: end of speech, speech_stopped", end, stopped)
-        self._times.add(
-            "server_vad: speech_stopped, first audio", stopped, await self.until("response.output_audio.delta")
-        )
+        self._times.add("vad_speech_stopped", end, stopped)
+        self._times.add("vad_first_audio", stopped, await self.until("response.output_audio.delta"))
         await self.until("response.done")
 
     async def interrupt(self) -> None:
@@ -136,9 +149,12 @@ class User:
         await self.until("response.output_audio.delta")
         begin = time.monotonic()
         await self.speak(self._question, "response.done")
-        self._times.add("barge-in: speech, response.done", begin, await self.until("response.done"))
-        if self._metrics:
-            self._times.add("barge-in: speech, idle engines", begin, await _idle(self._metrics))
+        done = await self.until("response.done")
+        idle = await _idle(self._metrics) if self._metrics else None
+        if self._was_cut:
+            self._times.add("barge_in_done", begin, done)
+            if idle is not None:
+                self._times.add("barge_in_idle", begin, idle)
         await self._connection.input_audio_buffer.clear()
 
 
@@ -150,15 +166,35 @@ async def _idle(url: str) -> float:
     return time.monotonic()
 
 
-async def converse(options: argparse.Namespace, question: bytes, times: Times) -> None:
+@dataclass(frozen=True)
+class Load:
+    """Sessions at once, and what each does.
+
+    Attributes:
+        gateway: its address.
+        question: PCM16, mono, 24 kHz.
+        turns: of each kind and session.
+        metrics: the stages' metrics; empty = not asked.
+    """
+
+    gateway: str
+    question: bytes
+    sessions: int = 1
+    turns: int = 10
+    model: str = "qwen2_5_omni"
+    key: str = "any"
+    metrics: str = ""
+
+
+async def converse(load: Load, times: Times) -> None:
     """One session."""
     async with (
-        openai.AsyncOpenAI(base_url=f"{options.gateway}/v1", api_key=options.key) as client,
-        client.realtime.connect(model=options.model, max_retries=0) as connection,
+        openai.AsyncOpenAI(base_url=f"{load.gateway}/v1", api_key=load.key) as client,
+        client.realtime.connect(model=load.model, max_retries=0) as connection,
     ):
-        user = User(connection, question, times, options.metrics)
+        user = User(connection, load.question, times, load.metrics)
         listening = asyncio.create_task(user.listen())
-        talking = asyncio.create_task(_turns(user, options.turns))
+        talking = asyncio.create_task(_turns(user, load.turns))
         await asyncio.wait((listening, talking), return_when=asyncio.FIRST_COMPLETED)
         talking.cancel()
         listening.cancel()
@@ -178,19 +214,28 @@ async def _turns(user: User, turns: int) -> None:
         await user.interrupt()
 
 
-async def measure(options: argparse.Namespace) -> Times:
-    """All sessions at once, begun within one question's length of each other."""
-    with wave.open(str(options.question)) as file:
+def read_question(path: Path, seconds: float | None = None) -> bytes:
+    """Return the samples of a WAV file, the first `seconds` of them if given.
+
+    Raises:
+        SystemExit: it is not PCM16, mono, 24 kHz.
+    """
+    with wave.open(str(path)) as file:
         if (file.getframerate(), file.getnchannels(), file.getsampwidth()) != (RATE, 1, 2):
-            raise SystemExit(f"{options.question}: must be PCM16, mono, {RATE} Hz")
-        question = file.readframes(file.getnframes())
-    times, apart = Times(), len(question) / 2 / RATE / options.sessions
+            raise SystemExit(f"{path}: must be PCM16, mono, {RATE} Hz")
+        samples: bytes = file.readframes(file.getnframes() if seconds is None else round(seconds * RATE))
+        return samples
+
+
+async def measure(load: Load) -> Times:
+    """All sessions at once, begun within one question's length of each other."""
+    times, apart = Times(), len(load.question) / 2 / RATE / load.sessions
 
     async def later(number: int) -> None:
         await asyncio.sleep(number * apart)
-        await converse(options, question, times)
+        await converse(load, times)
 
-    await asyncio.gather(*map(later, range(options.sessions)))
+    await asyncio.gather(*map(later, range(load.sessions)))
     return times
 
 
@@ -204,7 +249,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen2_5_omni")
     parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", "any"))
     parser.add_argument("--metrics", default="", help="the stages' metrics, such as http://127.0.0.1:8002/metrics")
-    print("\n".join(asyncio.run(measure(parser.parse_args(arguments))).lines()))
+    asked = vars(parser.parse_args(arguments))
+    load = Load(**asked | {"question": read_question(asked["question"])})
+    print("\n".join(asyncio.run(measure(load)).lines()))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ STAGES: dict[str, type[BaseModel]] = {
     "qwen2_5_omni_unary": UnarySettings,
 }
 ENVIRONMENT = {
-    "OMNI_MODEL": "the checkpoint: a folder, a Hugging Face id, or random weights of a size such as `random:7b`; "
-    "default: `training/mini`",
+    "OMNI_MODEL": "the checkpoint: a folder, a Hugging Face id, or random weights such as `random:7b` or "
+    "`random:7b-awq`; default: `training/mini`",
     "OMNI_PLATFORM": "`cpu` or `gpu`; by default `gpu` where `build.sh` finds an NVIDIA GPU",
     "OMNI_GPUS": "the same as `serve --gpus`",
     "OMNI_MPS": "`1` = the same as `serve --mps`",

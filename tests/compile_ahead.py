@@ -6,8 +6,8 @@
 
 Runs as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a launch:
 the GPU's capability, the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not
-in registers, and the hash of the compiled code. After the line `again` follow launches of other sizes, as requests
-bring them to a warm server.
+in registers, and the hash of the compiled code. With `TRITON_DUMP_PTXAS_LOG=1`, what ptxas says goes before it. After
+the line `again` follow launches of other sizes, as requests bring them to a warm server.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import Neighbours, block_layout
@@ -54,7 +55,7 @@ from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin_ste
 from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.draw import Setting
 
-HALF, FLOAT = torch.float16, torch.float32
+HALF, BRAIN, FLOAT, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 class Sizes(NamedTuple):
@@ -75,6 +76,7 @@ LAYERS = [
     Sizes(14, 2, 64, 896, 4864),
 ]
 """Of the thinkers and talkers."""
+THINKERS = LAYERS[:2]
 
 
 class Ahead:
@@ -117,14 +119,15 @@ def stack_bytes(kernel: Any) -> int:
 
 
 def compile_only(capability: int, *, once: bool) -> None:
-    """Have launches compile, say so, and launch nothing; with `once` each kernel's first launch alone."""
+    """Have launches compile, say so, and launch nothing; with `once` each kernel's first alone, and one of E4M3."""
     triton.runtime.driver.set_active(Ahead(capability))
-    launch, compiled = JITFunction.run, set[str]()
+    launch, compiled = JITFunction.run, set[tuple[str, bool]]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        if once and self.fn.__name__ in compiled:
+        of_e4m3 = any(isinstance(given, TensorDescriptor) and given.base.dtype == E4M3 for given in args)
+        if once and (self.fn.__name__, of_e4m3) in compiled:
             return None
-        compiled.add(self.fn.__name__)
+        compiled.add((self.fn.__name__, of_e4m3))
         # As on the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options and capability >= 90 else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
@@ -162,6 +165,16 @@ def layer(count: int, sizes: Sizes) -> None:
     add_norm(split_product(gated, zeros(hidden, sizes.inner)), residual, gain, 1e-6)
 
 
+def quantised_products(count: int, sizes: Sizes) -> None:
+    """Those of a layer, of E4M3."""
+    inner, seen = 2 * sizes.inner, sizes.heads * sizes.width
+    columns = seen + 2 * sizes.key_heads * sizes.width
+    for width, depth in ((columns, sizes.hidden), (sizes.hidden, seen), (sizes.hidden, sizes.inner)):
+        split_product(zeros(count, depth, dtype=BRAIN), zeros(width, depth, dtype=E4M3), zeros(width, dtype=FLOAT))
+    rows, weights = zeros(count, sizes.hidden, dtype=BRAIN), zeros(inner, sizes.hidden, dtype=E4M3)
+    gated_product(rows, weights, zeros(inner, dtype=FLOAT))
+
+
 def talker_steps(count: int, width: int, vocabulary: int = 8448, slots: int = 65) -> None:
     """Both ends of a step, and what passes between two."""
     index = zeros(count, len(Column), dtype=torch.int64)
@@ -187,7 +200,7 @@ def thinker_steps(count: int, width: int) -> None:
     lengths, blocks = zeros(count, dtype=torch.int32), zeros(count, 64, dtype=torch.int32)
     places = thinker_step.Places(positions, axes, lengths, positions.clone(), blocks, 16)
     numbers = thinker_step.Uniforms(zeros(count, dtype=torch.float64), zeros(count, dtype=torch.float64))
-    table, inputs = zeros(152064, width, dtype=torch.bfloat16), zeros(count, width, dtype=torch.bfloat16)
+    table, inputs = zeros(152064, width, dtype=BRAIN), zeros(count, width, dtype=BRAIN)
     for uniforms in (None, numbers):
         thinker_step.begin_step(zeros(count, dtype=torch.int32), table, inputs, places, uniforms)
     for rows in (None, inputs.clone()):
@@ -256,11 +269,15 @@ def waveform(frames: int, windows: int) -> None:
 
 DATACENTRE = (90, 100)
 """GPUs with the shared memory that the tilings of a DiT's layer need (`layer_kernels.fit`)."""
+HOPPER = 90
+"""From it on, products read E4M3 (`decode_product.reads_e4m3`)."""
 
 
 def each_once(capability: int) -> None:
     """Compile every kernel that runs on the GPU, at large sizes."""
     layer(most_rows(LAYERS[0].hidden), LAYERS[0])
+    if capability >= HOPPER:
+        quantised_products(most_rows(LAYERS[0].hidden), LAYERS[0])
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))
     talker_steps(3, 3584)
     thinker_steps(3, 3584)
@@ -277,6 +294,9 @@ def every_size() -> None:
         layer(most_rows(sizes.hidden), sizes)
     # Of one row kernels are compiled anew, with no more memory than of many.
     layer(1, LAYERS[0])
+    for sizes in THINKERS:
+        quantised_products(most_rows(sizes.hidden), sizes)
+        quantised_products(1, sizes)
     # Of few sequences attention takes more keys at a time.
     for sizes in LAYERS:
         attention(2, sizes, Projected(zeros(4, 2, (sizes.heads + 2 * sizes.key_heads) * sizes.width)))

@@ -27,20 +27,23 @@ if not __package__:
 from micro.child import MEASUREMENTS, ON_REQUEST  # noqa: E402
 from micro.plan import Plan  # noqa: E402
 from micro.report import Run, line_of, table, write  # noqa: E402
-from triton_omni.core.settings import Quantization  # noqa: E402
+from triton_omni.core.settings import Quantization, Token2WavSettings  # noqa: E402
 from triton_omni_client.options import check_writable  # noqa: E402
 
 console = Console(stderr=True)
+SHIPPED = Token2WavSettings()
 END_S = 40.0
 """Seconds that a child has to end: a server stops in less."""
 
 
 class Size(StrEnum):
-    """Sizes of checkpoints with random weights."""
+    """Checkpoints with random weights, some of `synthetic_config.NAMES`."""
 
     TINY = "tiny"
     B3 = "3b"
     B7 = "7b"
+    B7_AWQ = "7b-awq"
+    B7_GPTQ = "7b-gptq"
 
 
 def numbers(text: str, option: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
@@ -151,7 +154,10 @@ def main(
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write")] = Path("micro.json"),
     only: Annotated[str | None, typer.Option(help="some of those named below, with commas between")] = None,
     batch: Annotated[str, typer.Option(help="sequences that decode together")] = "1,8,32,64",
-    windows: Annotated[str, typer.Option(help="streams whose windows are solved together")] = "1,8,32",
+    windows: Annotated[str, typer.Option(help="streams whose windows fall due together")] = "1,8,32",
+    batch_frames: Annotated[
+        int, typer.Option(min=1, help="mel frames solved together at most")
+    ] = SHIPPED.max_batch_frames,
     seconds: Annotated[str, typer.Option(help="lengths of whole replies")] = "10,30",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 100,
     reply_tokens: Annotated[int, typer.Option(min=1, help="of the pipeline's replies")] = 150,
@@ -183,6 +189,7 @@ def main(
         model=checkpoint(model, random_weights),
         batches=batches,
         window_batches=window_batches,
+        batch_frames=batch_frames,
         offline_seconds=numbers(seconds, "--seconds", float),
         prompt_tokens=prompt_tokens,
         reply_tokens=reply_tokens,

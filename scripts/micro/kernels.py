@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of one streaming window goes, by kernel: torch's profiler over whole steps of the engine.
+"""Where the time of streaming windows goes, by kernel: torch's profiler over whole steps of the engine.
 
 On a GPU these are the kernels of the recorded passes, one by one, and they run as without the profiler. A kernel that
 is launched early overlaps the one before it, so their sum can exceed the window. Without a GPU they are PyTorch's
@@ -33,23 +33,28 @@ Window = Mapping[str, Sequence[float]]
 
 
 def kernels(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    """Seconds by kernel of one window alone, RK4, and of the window as a whole."""
+    """Seconds by kernel, RK4, of one window alone and of most streams' windows together, and as a whole."""
     engine = Token2WavEngine(Path(plan.model), window_settings(plan), at)
     yield READY
+    for batch in sorted({1, max(plan.window_batches)}):
+        yield from _of_batch(engine, plan, batch, at)
+    engine.close()
+
+
+def _of_batch(engine: Token2WavEngine, plan: Plan, batch: int, at: torch.device) -> Iterator[Mapping[str, Any]]:
     whole, windows = [], []
-    with WindowStreams(engine, plan, 1, "rk4") as streams:
+    with WindowStreams(engine, plan, batch, "rk4") as streams:
         for number in range(plan.warm_up_repeats + plan.repeats):
             streams.feed()
             seconds, launches = _profiled(streams, at)
             if number >= plan.warm_up_repeats:
                 whole.append(seconds)
                 windows.append(launches)
-    engine.close()
-    yield milliseconds("token2wav_window_profiled", OURS, whole, {"batch": 1})
-    yield from by_kernel(windows)
+    yield milliseconds("token2wav_window_profiled", OURS, whole, {"batch": batch})
+    yield from by_kernel(windows, batch)
 
 
-def by_kernel(windows: Sequence[Window]) -> Iterator[Mapping[str, Any]]:
+def by_kernel(windows: Sequence[Window], batch: int) -> Iterator[Mapping[str, Any]]:
     """A figure a kernel, of its seconds in each window; those that take longest first, all others last."""
     sums = [{name: sum(times) for name, times in window.items()} for window in windows]
     order = sorted({name for window in sums for name in window}, key=lambda name: -sum(w.get(name, 0.0) for w in sums))
@@ -57,7 +62,9 @@ def by_kernel(windows: Sequence[Window]) -> Iterator[Mapping[str, Any]]:
         if names:
             launches = max(sum(len(window.get(name, ())) for name in names) for window in windows)
             seconds = [sum(window.get(name, 0.0) for name in names) for window in sums]
-            yield milliseconds("token2wav_kernel", OURS, seconds, {"kernel": shown, "launches": launches})
+            yield milliseconds(
+                "token2wav_kernel", OURS, seconds, {"batch": batch, "kernel": shown, "launches": launches}
+            )
 
 
 def _profiled(streams: WindowStreams, at: torch.device) -> tuple[float, Window]:

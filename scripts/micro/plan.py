@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from triton_omni.core.device import resolve_device
-from triton_omni.core.settings import Quantization
+from triton_omni.core.settings import Quantization, Token2WavSettings
 
 MIN_REPEATS = 3
 """Windows or replies of a figure, however long they take."""
@@ -26,7 +26,9 @@ class Plan:
     batches: tuple[int, ...] = (1, 8, 32, 64)
     """Sequences decoding together."""
     window_batches: tuple[int, ...] = (1, 8, 32)
-    """Streams whose windows are solved together."""
+    """Streams whose windows fall due together."""
+    batch_frames: int = Token2WavSettings().max_batch_frames
+    """Mel frames that are solved together at most."""
     offline_seconds: tuple[float, ...] = (10.0, 30.0)
     """Lengths of replies made in one piece."""
     media_seconds: float = 10.0

@@ -16,7 +16,7 @@ from compare.running import serving
 from compare.variants import Variant, write_repository
 
 from triton_omni_client import Info, OmniClient, Reply, Request
-from triton_omni_client.bench.hops import Hops, growth, read_hops
+from triton_omni_client.bench.hops import Hops, growth, read_stages
 
 from .figures import OURS, READY, milliseconds
 from .plan import Plan, repeated
@@ -84,10 +84,10 @@ def _account(reply: Reply) -> Info:
 
 
 def _hops(metrics_url: str) -> Hops:
-    found = asyncio.run(read_hops(metrics_url))
-    if not found:
+    found = asyncio.run(read_stages(metrics_url))
+    if not (found and found.hops):
         raise NoAccountError(f"{metrics_url} has no hops")
-    return found
+    return found.hops
 
 
 def _hop_means(readings: list[Hops]) -> Mapping[tuple[str, str], list[float]]:

@@ -238,7 +238,12 @@ def evaluations(solver: Solver) -> int:
 
 def window_settings(plan: Plan) -> Token2WavSettings:
     """An engine whose every chunk is such a window, for as many streams as are timed together; all else as shipped."""
-    return Token2WavSettings(plan="micro", plans={"micro": WINDOW}, max_streams=max(plan.window_batches))
+    return Token2WavSettings(
+        plan="micro",
+        plans={"micro": WINDOW},
+        max_streams=max(plan.window_batches),
+        max_batch_frames=plan.batch_frames,
+    )
 
 
 def _halves(

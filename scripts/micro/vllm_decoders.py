@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from triton_omni.checkpoint.config import load_config
 from triton_omni.core.settings import EngineSettings, ThinkerSettings
 from triton_omni.vllm_hooks.shared.compat import (
     EngineArgs,
@@ -25,9 +26,9 @@ from triton_omni.vllm_hooks.shared.compat import (
 from triton_omni.vllm_hooks.shared.engine_args import (
     apply_thread_share,
     build_engine_args,
-    quantization_arguments,
     resolve_dtype,
 )
+from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
 
 from .decoding import TOKENS_OF_A_STEP, Mode, longest_sequence
 from .plan import Plan
@@ -147,7 +148,7 @@ def plain_thinker_arguments(plan: Plan, engine: EngineSettings, device: torch.de
         device,
         dtype,
         worker_cls=_WORKERS[device.type],
-        **quantization_arguments(settings.quantization, device, dtype),
+        **quantization_arguments(settings, load_config(Path(plan.model)).four_bit, device, dtype),
         hf_overrides={"architectures": [_THINKER]},
         limit_mm_per_prompt={"image": media, "audio": media, "video": media},
         renderer_num_workers=settings.preprocess_threads,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint import synthetic, synthetic_config
 from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.facts import FourBit
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.core.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
 from triton_omni.session.engine import Sampling, TalkerPrompt, ThinkerPrompt
@@ -250,7 +251,9 @@ def run_talker(
 # --- checkpoints with published layers, and few of them ---------------------------------------------------------------
 
 
-def make_shallow_checkpoint(folder: Path, size: synthetic_config.Size, layers: int) -> None:
+def make_shallow_checkpoint(
+    folder: Path, size: synthetic_config.Size, layers: int, four_bit: FourBit | None = None
+) -> None:
     """Thinker and talker with the layers of a published size, `layers` of each; all else as small as the tiny one's."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for table in (synthetic_config._TEXT, synthetic_config._TALKER):
@@ -260,4 +263,4 @@ def make_shallow_checkpoint(folder: Path, size: synthetic_config.Size, layers: i
             monkeypatch.setattr(synthetic_config, part, lambda _tiny, hidden, small=small: small(True, hidden))
         token2wav, codec = synthetic_config._token2wav, synthetic_config.vocabulary(size)
         monkeypatch.setattr(synthetic_config, "_token2wav", lambda _size, _vocab: token2wav("tiny", codec))
-        synthetic.make_checkpoint(folder, size, device=DEVICE)
+        synthetic.make_checkpoint(folder, size, four_bit=four_bit, device=DEVICE)

@@ -21,18 +21,20 @@ from triton_omni.session.engine import Sampling, ThinkerPrompt
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="fused decode steps need a GPU")
 
-RELATIVE_ERROR = 0.02
-"""Of bfloat16's 8 bits of mantissa; what HF in float32 is allowed too (`test_precision.py`)."""
+RELATIVE_ERROR = {"none": 0.02, "fp8": 0.15}
+"""Of bfloat16's 8 bits of mantissa, and of E4M3's 4, by which vLLM rounds the rows of FP8 products and fused steps do
+not; what HF in float32 is allowed too (`test_precision.py`).
+"""
 TOKENS = 40
 
 
-def thinker(checkpoint: Path, *, prefix_caching: bool = False, **engine: Any) -> Any:
+def thinker(checkpoint: Path, *, prefix_caching: bool = False, quantization: Any = "none", **engine: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from triton_omni.vllm_hooks.thinker.engine import ThinkerVllmEngine
 
         sizes = EngineSettings(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=512, threads=1, **engine)
-        settings = ThinkerSettings(engine=sizes, prefix_caching=prefix_caching)
+        settings = ThinkerSettings(engine=sizes, prefix_caching=prefix_caching, quantization=quantization)
         return ThinkerVllmEngine(checkpoint, settings, DEVICE)
 
 
@@ -55,12 +57,18 @@ def replies(
 
 
 @on_gpu
-@pytest.mark.parametrize(("temperature", "least"), [(0.0, 5), (1.0, 2)])
-def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, temperature: float, least: int) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "temperature", "least"), [("none", 0.0, 5), ("none", 1.0, 2), ("fp8", 0.0, 1)]
+)
+def test_thinker_rows_of_a_reply(
+    tiny_checkpoint: Path, hf: HfReference, quantization: str, temperature: float, least: int
+) -> None:
     text = "Tell me about the sea. "
     prompts = {str(count): tuple(hf.processor.tokenizer(text * count)["input_ids"]) for count in (1, 12, 40)}
-    plain = replies(thinker(tiny_checkpoint, fused_decode=False), prompts, temperature)
-    fused = replies(thinker(tiny_checkpoint, fused_decode=True), prompts, temperature)
+    plain, fused = (
+        replies(thinker(tiny_checkpoint, fused_decode=is_fused, quantization=quantization), prompts, temperature)
+        for is_fused in (False, True)
+    )
     for key, (tokens, rows) in plain.items():
         ours, ours_rows = fused[key]
         same = next((place for place in range(TOKENS) if ours[place] != tokens[place]), TOKENS)
@@ -69,7 +77,21 @@ def test_thinker_rows_of_a_reply(tiny_checkpoint: Path, hf: HfReference, tempera
         assert same >= least, key
         kept = min(same, len(rows))
         error = float((ours_rows[:kept] - rows[:kept]).norm() / rows[:kept].norm())
-        assert 0 < error < RELATIVE_ERROR, (key, error)
+        assert 0 < error < RELATIVE_ERROR[quantization], (key, error)
+
+
+@on_gpu
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_layers_of_a_thinker_are_fused_whole(tiny_checkpoint: Path, quantization: str) -> None:
+    from triton_omni.vllm_hooks.kernels.decode_product import reads_e4m3
+    from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
+    from triton_omni.vllm_hooks.shared.fused_layers import FusedLayer
+
+    engine = thinker(tiny_checkpoint, fused_decode=True, quantization=quantization)
+    _, layers = decoder_of(engine._model)
+    whole = quantization == "none" or reads_e4m3(DEVICE)
+    assert [isinstance(layer.forward, FusedLayer) for layer in layers] == [whole] * len(layers)
+    engine.close()
 
 
 def test_rows_that_are_kept_are_those_that_were_given(tiny_checkpoint: Path, hf: HfReference) -> None:

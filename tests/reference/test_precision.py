@@ -32,7 +32,8 @@ from triton_omni.session.engine import Sampling
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 # 8 bits of mantissa round by up to 0.4 %. 4 bits by up to 6 %, 2.6 % on average, inputs and weights both, in the four
-# products of each of the tiny checkpoint's two layers: 2.6 % x sqrt(2 x 8) = 10 %, which is what an H200 gave.
+# products of each of the tiny checkpoint's two layers: 2.6 % x sqrt(2 x 8) = 10 %, which is what an H200 gave. Fused
+# decode steps round the weights alone: 7 %.
 BOUNDS = {"none": Error(typical=0.02, worst=0.15), "fp8": Error(typical=0.15, worst=0.5)}
 """The worst position is one whose vector is small against the terms of its sums."""
 TOKENS = 24

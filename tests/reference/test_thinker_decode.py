@@ -18,6 +18,8 @@ from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, ask, assert_equals_hf, engine_of, token_ids
 from reference.vllm_records import different_records
+from triton_omni.core import loop_clock
+from triton_omni.core.loop_clock import LoopClock
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -138,6 +140,22 @@ def test_what_goes_on_is_what_hf_says(pair: Pair, hf: HfReference) -> None:
     assert len(pair.steady) > 40
     for text in texts:
         assert_equals_hf(answers[text], hf.thinker(hf.ask(text), Sampling(max_tokens=64)))
+
+
+@pytest.fixture
+def clock() -> Iterator[LoopClock]:
+    clock = LoopClock()
+    clock.attach()
+    yield clock
+    del loop_clock._of_thread.clock
+
+
+def test_a_stage_s_clock_tells_steps_of_vllm_s_own_from_waits_for_those_that_go_on(
+    pair: Pair, hf: HfReference, clock: LoopClock
+) -> None:
+    pair.add("hello", ask(hf, "hello"), GREEDY)
+    pair.drain()
+    assert {"vllm_step", "device"} <= {metric.labels["doing"] for metric in clock.metrics()}
 
 
 def test_sequences_that_begin_end_and_are_dropped_while_others_go_on(pair: Pair, hf: HfReference) -> None:

@@ -212,6 +212,27 @@ def test_callers_do_not_share(engine: Any, hf: HfReference, first: str | None, s
     assert bool(kept) == (first is not None or second is not None)
 
 
+def test_without_a_salt_no_block_is_named_and_no_row_mirrored(engine: Any, hf: HfReference) -> None:
+    mirror = engine._runner.mirror.rows.zero_()
+    talk = Talk(hf, salt=None)
+    prompt = talk.ask("a question of more than one block, of which nothing is to be kept")
+    assert _hashes(engine, engine.prepare(prompt)) == []
+    take_turn(engine, talk, prompt)
+    assert not mirror.any()
+
+
+def test_who_has_no_salt_beside_who_has_one_hits_nothing(engine: Any, hf: HfReference) -> None:
+    talks = {"shares": Talk(hf), "shares nothing": Talk(hf, salt=None)}
+    for turn in range(2):
+        placed = {key: engine.prepare(talk.ask("the same question, of several blocks")) for key, talk in talks.items()}
+        with hits(engine) as found:
+            answers = run(engine, placed, TURN, want_rows=True)
+        assert {key: tokens > 0 for key, tokens in found.items()} == {"shares": turn > 0, "shares nothing": False}
+        for key, talk in talks.items():
+            assert_equals_hf(answers[key], talk.expected(placed[key]))
+            talk.hear(answers[key])
+
+
 def test_deterministic_engines_have_no_prefix_cache() -> None:
     with pytest.raises(ValidationError, match=r"prefix_caching true and engine\.deterministic true exclude each other"):
         ThinkerSettings(prefix_caching=True, engine=EngineSettings(deterministic=True))

@@ -163,8 +163,10 @@ def test_later_windows_wait_for_no_crowd(
     next_outputs(engine)
     open_crowd(engine, "bcde")
     go_on(engine, "a")
-    next_outputs(engine)
-    assert batches == ["a", "a"]
+    # To its end: a device may launch the third window before the second one's samples are on the host.
+    while "a" in engine._streams:
+        engine.step()
+    assert batches == ["a", "a", "a"]
 
 
 MINUTE_NS = 60_000_000_000

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from triton_omni.core.cache_folder import cache_folder
-from triton_omni.core.settings import EngineSettings, SettingsError
+from triton_omni.core.settings import EngineSettings, SettingsError, ThinkerSettings
 from triton_omni.stub.launch import INVARIANCE_VARIABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -24,6 +24,13 @@ def engine_args() -> Any:
     from triton_omni.vllm_hooks.shared import engine_args
 
     return engine_args
+
+
+@pytest.fixture(scope="module")
+def quantization() -> Any:
+    from triton_omni.vllm_hooks.shared import quantization
+
+    return quantization
 
 
 @pytest.fixture
@@ -192,12 +199,13 @@ def test_a_runner_without_an_extended_method_is_refused(engine_args: Any, monkey
         compat._check_methods()
 
 
-def test_fp8_is_refused_where_it_cannot_run(engine_args: Any) -> None:
-    assert engine_args.quantization_arguments("none", CPU, torch.float32) == {}
+def test_fp8_is_refused_where_it_cannot_run(quantization: Any) -> None:
+    plain, fp8 = ThinkerSettings(), ThinkerSettings(quantization="fp8")
+    assert quantization.quantization_arguments(plain, None, CPU, torch.float32) == {}
     with pytest.raises(SettingsError, match="quantization: fp8 needs a GPU, the device is cpu"):
-        engine_args.quantization_arguments("fp8", CPU, torch.bfloat16)
+        quantization.quantization_arguments(fp8, None, CPU, torch.bfloat16)
     with pytest.raises(SettingsError, match="quantization: fp8 needs a half-precision dtype, it is float32"):
-        engine_args.quantization_arguments("fp8", GPU, torch.float32)
+        quantization.quantization_arguments(fp8, None, GPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +219,15 @@ def test_fp8_is_refused_where_it_cannot_run(engine_args: Any) -> None:
         ("audio_tower.layers.0.fc1", False),
     ],
 )
-def test_fp8_is_of_the_decoder_s_layers_alone(engine_args: Any, layer: str, quantised: bool) -> None:
+def test_fp8_is_of_the_decoder_s_layers_alone(quantization: Any, layer: str, quantised: bool) -> None:
     from vllm.config.quantization import resolve_quantization_config
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     config: Any = OnlineQuantizationConfig(
-        resolve_quantization_config(**engine_args.quantization_arguments("fp8", GPU, torch.bfloat16))
+        resolve_quantization_config(
+            **quantization.quantization_arguments(ThinkerSettings(quantization="fp8"), None, GPU, torch.bfloat16)
+        )
     )
     projections = ["q_proj", "k_proj", "v_proj"]
     config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": projections}
@@ -229,6 +239,13 @@ def test_vllm_knows_the_variable_of_its_batch_invariant_kernels() -> None:
     from vllm import envs
 
     assert INVARIANCE_VARIABLE in envs.environment_variables
+
+
+@pytest.mark.usefixtures("engine_args")
+def test_inputs_of_4_bit_weights_keep_their_precision_on_every_cpu() -> None:
+    from vllm import envs
+
+    assert envs.VLLM_CPU_INT4_W4A8 is False
 
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"

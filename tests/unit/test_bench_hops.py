@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from triton_omni_client.bench import hops
-from triton_omni_client.bench.hops import HopTimes, growth, parse_hops, read_hops
+from triton_omni_client.bench.hops import HopTimes, growth, parse_hops, read_stages
 from triton_omni_client.bench.records import Load
 from triton_omni_client.bench.report import Report, Run
 from triton_omni_client.bench.tables import run_lines
@@ -52,8 +52,7 @@ def test_too_few_messages_have_no_percentile() -> None:
     assert found["talker"]["taken"] == HopTimes(1, 0.0005, None, None)
 
 
-def test_what_cannot_be_read_has_no_growth() -> None:
-    assert growth(None, {}) == growth({}, None) == {}
+def test_what_is_no_hop_is_left_out() -> None:
     assert parse_hops("omni_waiting 3\nomni_hop_seconds_count 3\n") == {}
 
 
@@ -77,11 +76,11 @@ def metrics_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_histograms_are_read_from_the_metrics_page(metrics_url: str) -> None:
-    found = asyncio.run(read_hops(metrics_url))
+    found = asyncio.run(read_stages(metrics_url))
     assert found is not None
-    assert found["talker", "arrived"].buckets == {0.001: 1, 0.002: 2, float("inf"): 3}
-    assert found["talker", "arrived"].sum_s == 0.1
-    assert asyncio.run(read_hops("http://127.0.0.1:1/metrics")) is None
+    assert found.hops["talker", "arrived"].buckets == {0.001: 1, 0.002: 2, float("inf"): 3}
+    assert found.hops["talker", "arrived"].sum_s == 0.1
+    assert asyncio.run(read_stages("http://127.0.0.1:1/metrics")) is None
 
 
 def test_hops_are_printed_and_reported() -> None:

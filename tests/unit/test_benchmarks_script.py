@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -75,7 +76,15 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         for command in commands
         if (name := Path(command[0]).name) in programs
     ]
-    assert [name for name, _ in found] == ["compare"] * 6 + ["micro"] * 6 + ["compare", "micro"] + ["compare"] * 7
+    assert [(name, len(list(same))) for name, same in itertools.groupby(name for name, _ in found)] == [
+        ("compare", 6),
+        ("micro", 7),
+        ("compare", 1),
+        ("micro", 1),
+        ("compare", 11),
+        ("micro", 3),
+        ("compare", 1),
+    ]
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
         ("evaluate" if parameters["evaluate"] else "bench", *options)
@@ -112,15 +121,19 @@ def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, scrip
     app.command()(script("compare.__main__").main)
     parameters = parsed(app, command[1:])
     served = [script("compare.variants").parse_variant(text).settings["token2wav"] for text in parameters["variant"]]
-    plans = {"balanced", "low_latency", "steady"}
-    assert {(each["plan"], each["dtype"]) for each in served} == {
-        (plan, dtype) for plan in plans for dtype in ("float32", "float16")
-    }
+    assert [(each["plan"], each["dtype"]) for each in served] == [
+        ("balanced", "float32"),
+        ("low_latency", "float32"),
+        ("balanced", "float16"),
+    ]
+    assert all(each["diffusion"] == {"solver": "rk4", "num_steps": 10} for each in served)
     (options,) = {*loads(script("compare.variants"), parameters)}
     evaluate = typer.main.get_command(cli.app).get_command(None, "evaluate")
     settings = list(map(parse_setting, evaluate.make_context("evaluate", list(options)).params["setting"]))
     assert settings[0] == OFFLINE
-    assert {each.options["token2wav"].get("solver") for each in settings[1:]} == {"rk4", "euler"}
+    asked = [each.options["token2wav"] for each in settings[1:]]
+    assert [each["preset"] for each in asked if "preset" in each] == ["reference", "fast"]
+    assert {each.get("num_steps") for each in asked} == {None, 6, 10, 21}
 
 
 def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: Any) -> None:
@@ -175,6 +188,61 @@ def test_speech_of_2_and_30_s_is_sent_whole_and_while_it_is_spoken(recorded: Rec
     assert len(made) == 2
 
 
+def test_caches_are_served_several_times_by_turns(
+    recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STARTS", "2 5")
+    _, _, (command, together) = recorded.run(str(recorded.folder / "out"), "caches")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    parameters = parsed(app, command[1:])
+    variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
+    off = {"prefix_caching": False}
+    assert [(each.name, each.settings) for each in variants] == [
+        (f"{name}.{start}", settings)
+        for start in (2, 5)
+        for name, settings in (("plain", {"thinker": off, "talker": off}), ("shipped", {}))
+    ]
+    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(parameters["out"])]
+
+
+def test_presets_are_asked_by_more_listeners_than_are_shipped_for(recorded: Recorded, script: Any) -> None:
+    _, _, commands = recorded.run(str(recorded.folder / "out"), "presets", "many")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    listeners: dict[str, list[str]] = {}
+    for command in commands[::2]:
+        parameters = parsed(app, command[1:])
+        variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
+        assert [each.settings["token2wav"]["preset"] for each in variants] == ["reference", "fast"]
+        asked = [
+            bench.make_context("bench", list(options)).params
+            for options in loads(script("compare.variants"), parameters)
+        ]
+        room = variants[0].settings["token2wav"].get("max_streams", 64)
+        assert all(int(each["concurrency"]) <= room for each in asked)
+        listeners[parameters["out"].name] = [each["concurrency"] for each in asked if each["listen"]]
+    assert listeners == {"presets": ["32", "48", "64"] * 2, "many": ["96", "128"] * 2}
+
+
+def test_a_crowd_s_time_is_told_of_its_reports(recorded: Recorded) -> None:
+    out = recorded.folder / "out"
+    _, _, (command, told) = recorded.run(str(out), "crowd_time")
+    served = Path(command[command.index("--out") + 1])
+    assert told[1:] == [str(served / "shipped" / f"listeners-{places}.json") for places in (32, 48)]
+    assert (out / "crowd_time" / "stage_time.md").exists()
+
+
+def test_realtime_sessions_are_measured_with_options_that_are_taken(recorded: Recorded, script: Any) -> None:
+    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "realtime")
+    app = typer.Typer()
+    app.command()(script("realtime_served").main)
+    parameters = parsed(app, command[1:])
+    assert (parameters["model"], parameters["mps"], parameters["sessions"]) == ("random:7b", True, "1,32")
+    assert parameters["output"].parent.is_dir()
+
+
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
     out = recorded.folder / "out"
     code, _, commands = recorded.run(str(out), "whole")
@@ -189,5 +257,5 @@ def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recor
 def test_the_docs_name_every_part(recorded: Recorded) -> None:
     _, said, _ = recorded.run()
     parts = said.splitlines()[-1].removeprefix("Parts: ").split()
-    table = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n| part |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == parts
+    told = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n## Measure it again")[2].partition("\n###")[0]
+    assert re.findall(r"^- `(\w+)`: ", told, re.MULTILINE) == parts

@@ -797,12 +797,15 @@ def test_random_weights_are_asked_for_by_size(
         return tmp_path
 
     monkeypatch.setattr("triton_omni.checkpoint.synthetic.ensure_checkpoint", made)
-    assert [model_folder(source) for source in ("random:3b", "random:tiny")] == [tmp_path] * 2
-    assert asked == ["3b", "tiny"]
+    assert [model_folder(f"random:{name}") for name in ("3b", "tiny", "7b-awq")] == [tmp_path] * 3
+    assert asked == ["3b", "tiny", "7b-awq"]
     with pytest.raises(ModelFolderError, match=r"random:7b cannot be made: .*No space left on device"):
         model_folder("random:7b")
     assert print_model_folder(["random:70b"]) == 1
-    assert "random:70b: there are random weights of the sizes tiny, 3b, 7b" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        "random:70b: there are random weights of the sizes tiny, 3b, 7b, each also with -awq or -gptq after it" in told
+    )
 
 
 @pytest.mark.parametrize("source", ["", None])

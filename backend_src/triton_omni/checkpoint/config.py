@@ -24,6 +24,7 @@ from triton_omni.checkpoint.facts import (
     TalkerSampling,
     ThinkerConfig,
 )
+from triton_omni.checkpoint.four_bit import read_four_bit
 from triton_omni.checkpoint.reading import LARGEST_INTEGER, MOST_ITEMS, CheckpointError, Section, read_json
 
 __all__ = ["CheckpointError", "OmniConfig", "fingerprint", "load_config"]
@@ -56,6 +57,7 @@ def load_config(path: Path) -> OmniConfig:
         audio_sampling_rate=sampling_rate,
         sound_window=_sound_window(root.section("thinker_config").section("audio_config"), preprocessor),
         max_audio_seconds=preprocessor.integer("n_samples", default=300 * sampling_rate, low=1) / sampling_rate,
+        four_bit=read_four_bit(root),
     )
     _check_parts_fit(config)
     return config

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 SAMPLE_RATE = 24000
 """Hz of the waveform; the vocoder was trained at this rate and no file of the checkpoint states it."""
@@ -176,6 +177,18 @@ class SoundWindow:
         return -(-self.reach // self.hop)
 
 
+FourBitMethod = Literal["awq", "gptq"]
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """How a checkpoint has quantised the matrices of the thinker's decoder layers, and nothing else, to 4 bits."""
+
+    method: FourBitMethod
+    group_size: int
+    """Consecutive inputs of a matrix that share a scale and a zero point."""
+
+
 @dataclass(frozen=True)
 class OmniConfig:
     """A whole checkpoint."""
@@ -191,3 +204,5 @@ class OmniConfig:
     sound_window: SoundWindow
     max_audio_seconds: float
     """Longest sound that the feature extractor takes whole; it would cut a longer one off silently."""
+    four_bit: FourBit | None = None
+    """None = no weight is quantised."""

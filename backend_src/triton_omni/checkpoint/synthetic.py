@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a whole random Qwen2.5-Omni checkpoint in HF's format: tiny for tests, 3B and 7B for measurements.
 
+Each can also have the thinker's decoder in 4 bits, as `synthetic_four_bit.py` describes.
+
 It writes all that HF's `from_pretrained` loads: configuration, sharded safetensors, tokenizer, processor, speakers. It
-knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny --out FOLDER`.
+knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny-awq --out FOLDER`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_weights
-from triton_omni.checkpoint.synthetic_config import SIZES, Size, omni_config, vocabulary
+from triton_omni.checkpoint import synthetic_config, synthetic_four_bit, synthetic_text, synthetic_weights
+from triton_omni.checkpoint.facts import FourBit
+from triton_omni.checkpoint.synthetic_config import NAMES, Size, omni_config, split_name, vocabulary
+from triton_omni.checkpoint.synthetic_four_bit import is_four_bit, pack, quantization_config
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
 from triton_omni.checkpoint.synthetic_weights import WeightRules
 from triton_omni.core.cache_folder import cache_folder
@@ -46,11 +50,20 @@ class PlannedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    four_bit: FourBit | None = None
+    """How it is rounded and packed, into several tensors of the file."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return sum(tensor.nbytes for tensor in self.stored(torch.empty(self.shape, device="meta")).values())
+
+    def stored(self, values: Tensor) -> dict[str, Tensor]:
+        """The file's tensors by name, of values float32 [shape]."""
+        if self.four_bit is None:
+            return {self.name: values.to(self.dtype)}
+        stem = self.name.removesuffix("weight")
+        return {stem + end: tensor for end, tensor in pack(values, self.four_bit).items()}
 
 
 def make_checkpoint(
@@ -58,6 +71,7 @@ def make_checkpoint(
     size: Size,
     seed: int = 0,
     *,
+    four_bit: FourBit | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -68,15 +82,19 @@ def make_checkpoint(
         folder: made if missing; files of the same names are overwritten.
         size: 'tiny', '3b' or '7b'.
         seed: of all weights and speakers.
-        dtype: of thinker and talker, by default float32 for 'tiny', else bfloat16; token2wav is float32 as published.
+        four_bit: how the thinker's decoder is quantised; None = not at all.
+        dtype: of thinker and talker, by default float16 with `four_bit`, else float32 for 'tiny', else bfloat16;
+            token2wav is float32 as published.
         device: where the weights are drawn, by default the CPU. At most one shard is in memory at a time.
         progress: is told of every file.
     """
     tell = progress or (lambda _line: None)
-    dtype = dtype or (torch.float32 if size == "tiny" else torch.bfloat16)
+    dtype = dtype or _usual_dtype(size, four_bit)
     folder.mkdir(parents=True, exist_ok=True)
     config, vocab = omni_config(size), vocabulary(size)
     _set_dtype(config, dtype)
+    if four_bit is not None:
+        config.quantization_config = quantization_config(four_bit)
     config.save_pretrained(folder)
     write_text_files(folder, size, vocab)
     token2wav: Any = config.token2wav_config
@@ -85,37 +103,42 @@ def make_checkpoint(
     write_speakers(folder / "spk_dict.pt", vocab, cond=dit.enc_emb_dim, mel=dit.mel_dim, frames=frames, seed=seed)
     tell(f"{folder}: configuration, tokenizer and speakers")
     rules = WeightRules(config, vocab, seed=seed, replies=_REPLIES[size])
-    shards = list(_split(_plan(config, dtype), _SHARD_BYTES[size]))
+    shards = list(_split(_plan(config, dtype, four_bit), _SHARD_BYTES[size]))
     _write_shards(folder, shards, rules, torch.device(device or "cpu"), tell)
 
 
-def planned_tensors(size: Size) -> list[PlannedTensor]:
-    """Every tensor of a checkpoint with thinker and talker in bfloat16; nothing is drawn or written."""
-    return _plan(omni_config(size), torch.bfloat16)
+def planned_tensors(name: str) -> list[PlannedTensor]:
+    """Every tensor of one of `NAMES` with thinker and talker in half precision; nothing is drawn or written."""
+    size, four_bit = split_name(name)
+    return _plan(omni_config(size), torch.bfloat16, four_bit)
 
 
-def default_checkpoint_path(size: Size = "tiny") -> Path:
-    """Where the checkpoint of this size and this version of the code lies."""
-    return cache_folder() / "checkpoints" / f"{size}-{_source_hash()}"
+def default_checkpoint_path(name: str = "tiny") -> Path:
+    """Where the checkpoint of this one of `NAMES` and this version of the code lies."""
+    return cache_folder() / "checkpoints" / f"{name}-{_source_hash()}"
 
 
-def ensure_checkpoint(size: Size = "tiny", path: Path | None = None, *, progress: Progress | None = None) -> Path:
-    """Make the checkpoint unless it is there; safe when several processes ask at once.
+def ensure_checkpoint(name: str = "tiny", path: Path | None = None, *, progress: Progress | None = None) -> Path:
+    """Make the checkpoint of one of `NAMES` unless it is there; safe when several processes ask at once.
 
     The tiny one's weights are drawn on the CPU, so that they are the same everywhere; of larger ones on a GPU if there
     is one.
 
     Returns:
-        Its folder, `default_checkpoint_path(size)` unless another is given.
+        Its folder, `default_checkpoint_path(name)` unless another is given.
+
+    Raises:
+        ValueError: there is no such name.
     """
-    path = path or default_checkpoint_path(size)
+    size, four_bit = split_name(name)
+    path = path or default_checkpoint_path(name)
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
         device = "cuda" if size != "tiny" and torch.cuda.is_available() else "cpu"
-        make_checkpoint(building, size, device=device, progress=progress)
+        make_checkpoint(building, size, four_bit=four_bit, device=device, progress=progress)
         building.chmod(0o755)
         building.rename(path)
     except OSError:
@@ -130,9 +153,16 @@ def ensure_checkpoint(size: Size = "tiny", path: Path | None = None, *, progress
 def _source_hash() -> str:
     """Changes with the code that makes the checkpoint."""
     digest = hashlib.sha256()
-    for module in (synthetic_config, synthetic_text, synthetic_weights, sys.modules[__name__]):
+    parts = (synthetic_config, synthetic_four_bit, synthetic_text, synthetic_weights)
+    for module in (*parts, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _usual_dtype(size: Size, four_bit: FourBit | None) -> torch.dtype:
+    if four_bit is not None:
+        return torch.float16
+    return torch.float32 if size == "tiny" else torch.bfloat16
 
 
 def _set_dtype(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> None:
@@ -146,14 +176,19 @@ def _set_dtype(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> None:
         part.dtype = torch.float32
 
 
-def _plan(config: Qwen2_5OmniConfig, dtype: torch.dtype) -> list[PlannedTensor]:
+def _plan(config: Qwen2_5OmniConfig, dtype: torch.dtype, four_bit: FourBit | None) -> list[PlannedTensor]:
     """Names and shapes as HF's own modules have them; no memory is spent on values."""
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     with torch.device("meta"):
         model = Qwen2_5OmniForConditionalGeneration(config)  # type: ignore[no-untyped-call]
     return [
-        PlannedTensor(name, tuple(value.shape), torch.float32 if name.startswith("token2wav.") else dtype)
+        PlannedTensor(
+            name,
+            tuple(value.shape),
+            torch.float32 if name.startswith("token2wav.") else dtype,
+            four_bit if is_four_bit(name) else None,
+        )
         for name, value in model.state_dict().items()
     ]
 
@@ -179,7 +214,7 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {planned.name: _draw(planned, rules, device) for planned in shard}
+        tensors = {name: tensor for planned in shard for name, tensor in _draw(planned, rules, device).items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors writes for the owner alone; a server may run as another user
         weight_map.update(dict.fromkeys(tensors, file))
@@ -191,8 +226,9 @@ def _write_shards(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _draw(planned: PlannedTensor, rules: WeightRules, device: torch.device) -> Tensor:
-    return rules.draw(planned.name, planned.shape, device).to(planned.dtype).cpu()
+def _draw(planned: PlannedTensor, rules: WeightRules, device: torch.device) -> dict[str, Tensor]:
+    drawn = planned.stored(rules.draw(planned.name, planned.shape, device))
+    return {name: tensor.cpu() for name, tensor in drawn.items()}
 
 
 def _tell(line: str) -> None:
@@ -202,7 +238,7 @@ def _tell(line: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m triton_omni.checkpoint.synthetic", description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--size", choices=NAMES, default="tiny", help="and how the thinker's decoder is quantised")
     parser.add_argument("--out", type=Path, help="folder to write; by default one in .cache, if it is not there yet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of thinker and talker")
@@ -212,10 +248,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.write(f"{ensure_checkpoint(given.size, progress=_tell)}{os.linesep}")
         return
     dtype = _DTYPES[given.dtype] if given.dtype else None
+    size, four_bit = split_name(given.size)
     make_checkpoint(
         given.out,
-        given.size,
+        size,
         given.seed,
+        four_bit=four_bit,
         dtype=dtype,
         device=given.device,
         progress=_tell,

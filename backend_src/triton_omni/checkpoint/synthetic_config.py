@@ -7,8 +7,9 @@ Knows configurations only; the weights are drawn in `synthetic_weights.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from triton_omni.checkpoint.facts import FourBit, FourBitMethod
 from triton_omni.checkpoint.transformers_setup import prepare_transformers
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 Size = Literal["tiny", "3b", "7b"]
 SIZES: tuple[Size, ...] = ("tiny", "3b", "7b")
+FOUR_BIT_METHODS: tuple[FourBitMethod, ...] = get_args(FourBitMethod)
+NAMES = tuple(f"{size}{end}" for size in SIZES for end in ("", *(f"-{method}" for method in FOUR_BIT_METHODS)))
+"""Of the synthetic checkpoints: a size, and how the thinker's decoder is quantised."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -99,6 +103,18 @@ _VOCABULARIES: dict[Size, Vocabulary] = {
 def vocabulary(size: Size) -> Vocabulary:
     """The ids of a synthetic checkpoint."""
     return _VOCABULARIES[size]
+
+
+def split_name(name: str) -> tuple[Size, FourBit | None]:
+    """The size that one of `NAMES` says, and how the decoder is quantised; a ValueError for any other name."""
+    for size in SIZES:
+        for method in FOUR_BIT_METHODS:
+            if name == f"{size}-{method}":
+                # The published groups would be wider than the tiny matrices.
+                return size, FourBit(method, 32 if size == "tiny" else 128)
+        if name == size:
+            return size, None
+    raise ValueError(f"{name!r} is none of {', '.join(NAMES)}")
 
 
 def omni_config(size: Size) -> Qwen2_5OmniConfig:

@@ -203,7 +203,8 @@ class ThinkerSettings(_Frozen):
     dtype: Dtype = "auto"
     """Precision of weights and hidden rows; `auto` = `bfloat16` on a GPU, `float32` on the CPU."""
     quantization: Quantization = "none"
-    """`fp8` quantises the decoder's matrix products at load: faster, less exact (GPU only, not `float32`)."""
+    """`fp8` quantises a plain decoder's weights, and activations outside fused steps: faster, less exact (GPU only, not
+    `float32`)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that share each layer: the one that the stage is placed on, and those after it."""
     steady_decode: bool = True

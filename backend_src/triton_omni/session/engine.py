@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 from msgspec import Meta
 
+from triton_omni.core.metrics import Histogram
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -257,6 +259,8 @@ class EngineStats:
     """KV cache blocks that a later prompt may reuse, held by a sequence or not."""
     mirror_bytes: int = field(default=0, compare=False)
     """Device memory for the rows of cached tokens."""
+    windows: Mapping[str, Histogram] = field(default_factory=dict, compare=False)
+    """Seconds of token2wav's windows by kind."""
 
 
 class AnyEngine(Protocol):

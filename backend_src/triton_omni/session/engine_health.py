@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from triton_omni.core.errors import InternalError, StageName
+from triton_omni.core.loop_clock import Doing
 from triton_omni.core.metrics import Metric
 from triton_omni.session.engine import AnyEngine, EngineStats
 from triton_omni.session.ledger import SessionLedger
@@ -37,6 +38,10 @@ class EngineHealth:
         if self.failure is None:
             self.stats = self._engine.stats()
 
+    def waits_for(self, rule: Doing | None = None) -> Doing:
+        """Return what a stage without work waits for, which a `rule` may keep from work."""
+        return (rule or "input") if self.stats.running else "idle"
+
     def stage_stats(self, sessions: int, held: int) -> StageStats:
         """Return the figures of the last look, for a stage with so many sessions and items that wait to leave."""
         engine = self.stats
@@ -48,6 +53,8 @@ class EngineHealth:
         yield Metric("omni_kv_blocks_cached", self.stats.kv_blocks_cached)
         yield Metric("omni_row_mirror_bytes", self.stats.mirror_bytes)
         yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
+        for kind, seconds in self.stats.windows.items():
+            yield from seconds.metrics("omni_window_seconds", kind=kind)
 
     def has_work(self) -> bool:
         """Return True if the engine could advance now."""

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from triton_omni.core.loop_clock import Doing, LoopClock
 from triton_omni.core.streams import settle_thread
 
 IDLE_POLL_S = 0.05
@@ -52,6 +53,9 @@ class StageLoop:
 
     def __init__(self, name: str, driven: Driven, device: torch.device) -> None:
         self._driven, self._device = driven, device
+        self.clock = LoopClock()
+        self.waits_for: Doing = "idle"
+        """What a turn without work waits for; a `poll` may tell."""
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._awake = False
@@ -61,6 +65,7 @@ class StageLoop:
 
     def start(self) -> None:
         """Start the thread."""
+        self.post(self.clock.attach)
         self.post(functools.partial(settle_thread, self._device))
         self._thread.start()
 
@@ -124,11 +129,14 @@ class StageLoop:
 
     def _turn(self) -> None:
         self._awake = False
+        self.clock.switch("sessions")
         self._run_commands()
         delay = self._driven.poll()
         if self._driven.has_work():
+            self.clock.switch("step")
             self._driven.step()
             return
+        self.clock.switch(self.waits_for)
         with self._changed:
             if not self._commands and not self._stopping and not self._awake:
                 self._changed.wait(min(delay, IDLE_POLL_S))

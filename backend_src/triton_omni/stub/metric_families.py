@@ -90,6 +90,8 @@ FAMILIES: Final = (
         "seconds of rows and codes from the stage before until they arrived or were taken",
         ("until",),
     ),
+    Family("omni_loop_seconds_total", "counter", "seconds of the stage's loop by what it does", ("doing",)),
+    Family("omni_window_seconds", "histogram", "seconds of a window, its share of a batch by frames", ("kind",)),
     Family("omni_batch_size", "histogram", "sequences, or windows, that a step of the engine gave something for"),
     Family("omni_first_text_seconds", "histogram", "seconds from a request to its first text"),
     Family("omni_first_audio_seconds", "histogram", "seconds from a request to its first audio"),

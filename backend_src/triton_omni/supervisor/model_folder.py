@@ -40,7 +40,8 @@ def model_folder(source: str | None) -> Path:
 
     Args:
         source: a folder, a hub id such as `Qwen/Qwen2.5-Omni-7B` (fetched once, with a progress bar), `random:tiny`,
-            `random:3b` or `random:7b` (random weights of that size, made once), or None or '' for `MINI`.
+            `random:3b` or `random:7b` (random weights of that size, made once; with `-awq` or `-gptq` after it the
+            thinker's decoder has 4 bits), or None or '' for `MINI`.
 
     Raises:
         ModelFolderError: there is no such folder or size, it has no `config.json`, the id cannot be fetched, or
@@ -71,18 +72,20 @@ def _mini() -> Path:
     return MINI
 
 
-def _random(size: str) -> Path:
+def _random(name: str) -> Path:
     # Imports torch, which a given folder does not need.
     from triton_omni.checkpoint.synthetic import ensure_checkpoint
-    from triton_omni.checkpoint.synthetic_config import SIZES
+    from triton_omni.checkpoint.synthetic_config import NAMES, SIZES
 
-    known = [name for name in SIZES if name == size]
-    if not known:
-        raise ModelFolderError(f"{RANDOM}{size}: there are random weights of the sizes {', '.join(SIZES)}")
+    if name not in NAMES:
+        raise ModelFolderError(
+            f"{RANDOM}{name}: there are random weights of the sizes {', '.join(SIZES)}, each also with -awq or -gptq "
+            "after it"
+        )
     try:
-        return ensure_checkpoint(known[0], progress=lambda line: print(line, file=sys.stderr, flush=True))
+        return ensure_checkpoint(name, progress=lambda line: print(line, file=sys.stderr, flush=True))
     except OSError as error:
-        raise ModelFolderError(f"{RANDOM}{size} cannot be made: {error}") from error
+        raise ModelFolderError(f"{RANDOM}{name} cannot be made: {error}") from error
 
 
 def checkpoint_name(folder: Path) -> str:

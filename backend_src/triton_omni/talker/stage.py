@@ -149,6 +149,7 @@ class TalkerStage:
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
+        yield from self._loop.clock.metrics()
         yield from self._health.metrics()
         yield from self._sessions.metrics()
         yield from self._receiver.metrics()
@@ -178,6 +179,7 @@ class TalkerStage:
         self._sender.send(sessions.values(), self._interval_ns)
         held = self._ledger.device_claimed()
         self._engine.hold(held)
+        self._loop.waits_for = self._health.waits_for("claim" if held else None)
         if held:
             delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
+from triton_omni.core.loop_clock import Doing
 from triton_omni.core.metrics import Metric
 from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import ThinkerSettings
@@ -156,6 +157,7 @@ class ThinkerStage:
         """Yield the metrics, see `stage.Stage`."""
         open_now = list(self._open.values())
         yield Metric("omni_sessions_limit", self._settings.max_sessions)
+        yield from self._loop.clock.metrics()
         yield from self._health.metrics()
         yield from self._sender.metrics([session for session in open_now if not session.ended_ns])
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
@@ -221,8 +223,10 @@ class ThinkerStage:
         # After the look: nothing leaves for a session that has just ended.
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
-        held = self._ledger.device_claimed() or self._must_pause(now)
+        rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
+        held = rule is not None
         self._engine.hold(held)
+        self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()
         return CLAIMED_POLL_S if held else delay

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint.facts import SAMPLE_RATE
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
+from triton_omni.core.loop_clock import SpentOn
 from triton_omni.core.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.policy.windows import Snapshot, next_batch, wants_claim
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
@@ -32,6 +33,7 @@ from triton_omni.token2wav.networks import load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
+from triton_omni.token2wav.window_times import WindowTimes
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
@@ -69,6 +71,7 @@ class Token2WavEngine:
         """Batches that are being launched, the most urgent last."""
         self._flights: deque[InFlightBatch] = deque()
         self._frames_solved = 0
+        self._times = WindowTimes()
 
     @property
     def frames_solved(self) -> int:
@@ -151,7 +154,8 @@ class Token2WavEngine:
             outputs += self._launch()
         outputs = outputs or self._finished_windows()
         if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
-            time.sleep(NAP_S)
+            with SpentOn("device" if self._flights or self._launchings else "gather"):
+                time.sleep(NAP_S)
         return outputs
 
     @property
@@ -180,6 +184,7 @@ class Token2WavEngine:
             kv_blocks_used=self._sampler.past.used,
             rows_used=sum(stream.tail.shape[0] for stream in self._streams.values()),
             kv_blocks_limit=self._sampler.past.capacity,
+            windows=self._times.of_kind,
         )
 
     def close(self) -> None:
@@ -189,6 +194,7 @@ class Token2WavEngine:
         for launching in tuple(self._launchings):
             self._end_launching(launching)
         self._flights.clear()
+        self._times.rest()
 
     def _is_open(self, stream: Stream) -> bool:
         """Return True if the stream was not dropped; its key may be in use again."""
@@ -277,6 +283,7 @@ class Token2WavEngine:
         return [*(self._finish(landed) for landed in silent), *failed]
 
     def _launching(self, batch: Sequence[Due]) -> BatchLaunch:
+        self._times.begin()
         return BatchLaunch(batch, launch_batch(batch, self._sampler, self._vocoder, self._device))
 
     def _advance_or_drop(self, launching: BatchLaunch) -> list[AudioOutput]:
@@ -326,13 +333,21 @@ class Token2WavEngine:
         """End a launch; new owners of the pages that it writes write after it."""
         self._launchings.remove(launching)
         launching.steps.close()
+        self._rest_if_idle()
 
     def _finished_windows(self) -> list[AudioOutput]:
         """Return the oldest batch's chunks if it has finished; streams dropped meanwhile give none."""
         if not self._flights or not self._flights[0].is_finished:
             return []
-        arrived = self._flights.popleft().finished_windows()
+        flight = self._flights.popleft()
+        self._times.end(flight.batch)
+        self._rest_if_idle()
+        arrived = flight.finished_windows()
         return [self._finish(landed) for landed in arrived if self._is_open(landed.stream)]
+
+    def _rest_if_idle(self) -> None:
+        if not self._flights and not self._launchings:
+            self._times.rest()
 
     def _finish(self, landed: FinishedWindow) -> AudioOutput:
         key, chunk, clamped = landed.stream.key, landed.chunk, landed.clamped_codes

@@ -134,6 +134,7 @@ class Token2WavStage:
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics, see `stage.Stage`."""
+        yield from self._loop.clock.metrics()
         yield from self._health.metrics()
         yield from self._sessions.metrics()
         yield from self._receiver.metrics()
@@ -156,6 +157,7 @@ class Token2WavStage:
         self._sessions.fetch(self._tell_wanted)
         waiting = self._health.failure is None and self._engine.wants_claim
         self._ledger.set_word(CLAIMED, self._claim.until_ns(waiting, time.monotonic_ns()), "token2wav")
+        self._loop.waits_for = self._health.waits_for()
         return self._sessions.look_after_all()
 
     def step(self) -> None:

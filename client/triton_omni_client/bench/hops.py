@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long messages between stages took during a run: the growth of the server's histograms of hops. Pure but for
-`read_hops`.
+`read_stages`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+from .counters import Counters, counted, parse_counters
 from .statistics import samples_needed
 from .triton_metrics import fetch, samples
 
@@ -43,12 +45,21 @@ Hops = Mapping[tuple[str, str], Histogram]
 """By receiving stage and by what the hop ends with: `arrived` or `taken`."""
 
 
-async def read_hops(metrics_url: str) -> Hops | None:
-    """The server's histograms when all that has happened by now is in them; None where they cannot be had."""
+@dataclass(frozen=True)
+class StageReading:
+    """What the stages told at one moment."""
+
+    hops: Hops
+    counters: Counters
+
+
+async def read_stages(metrics_url: str) -> StageReading | None:
+    """The server's figures when all that has happened by now is in them; None where they cannot be had."""
     try:
         await asyncio.to_thread(fetch, metrics_url)
         await asyncio.sleep(SETTLE_S)
-        return parse_hops(await asyncio.to_thread(fetch, metrics_url))
+        page = await asyncio.to_thread(fetch, metrics_url)
+        return StageReading(parse_hops(page), parse_counters(page))
     except (OSError, ValueError):
         return None
 
@@ -67,10 +78,16 @@ def parse_hops(page: str) -> Hops:
     return found
 
 
-def growth(before: Hops | None, after: Hops | None) -> dict[str, dict[str, HopTimes]]:
+def grown(before: StageReading, after: StageReading) -> dict[str, Any]:
+    """Return what a run's stages did between two readings: `hops` and `counters` of its report."""
+    return {
+        "hops": growth(before.hops, after.hops),
+        "counters": counted(before.counters, after.counters),
+    }
+
+
+def growth(before: Hops, after: Hops) -> dict[str, dict[str, HopTimes]]:
     """Return the counts between two readings, by stage and by end, without stages that took no message."""
-    if before is None or after is None:
-        return {}
     found: defaultdict[str, dict[str, HopTimes]] = defaultdict(dict)
     for (stage, until), later in sorted(after.items()):
         earlier = before.get((stage, until), Histogram())

@@ -40,6 +40,8 @@ class Run:
 
     hops: Mapping[str, Mapping[str, HopTimes]] = field(default_factory=dict)
     """Times of messages to a stage until they `arrived` and until they were `taken`."""
+    counters: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What each stage counted, `counters.Counters`."""
     streamed: bool = True
     """False where each reply came in one response, which tells nothing of how it would have played on the way."""
     turns: int = 1
@@ -95,6 +97,7 @@ def _run(run: Run) -> dict[str, Any]:
         "turns": [{name: asdict(summary)[name] for name in OF_A_TURN} for summary in run.by_turn],
         "resources": {name: asdict(usage) for name, usage in run.resources.items()},
         "hops": {stage: {end: asdict(times) for end, times in ends.items()} for stage, ends in run.hops.items()},
+        "counters": run.counters,
         "requests": [
             _request(record, streamed=run.streamed) for record in sorted(run.records, key=lambda record: record.index)
         ],

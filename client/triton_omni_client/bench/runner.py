@@ -20,7 +20,7 @@ from triton_omni_client.errors import ConnectionFailed
 from triton_omni_client.retry import NO_RETRY
 
 from .conversations import Conversations
-from .hops import growth, read_hops
+from .hops import grown, read_stages
 from .load import LoadRun, LoopLag, run_until
 from .prompt_length import of_tokens
 from .records import Load
@@ -140,15 +140,16 @@ class _Bench:
     async def run(self, load: Load) -> Run:
         turns = self.plan.workload.turns
         requests, warm_up = turns * self.plan.requests_of(load), turns * self.plan.warm_up_of(load)
-        hops = await read_hops(self.plan.metrics_url)
+        before = await read_stages(self.plan.metrics_url)
         self.monitor.take()
         with progress(self.console, load.label, requests + warm_up) as bar:
             async with LoopLag() as lag:
                 loop = self._load_run(bar)
                 complete = await run_until(self.stop, self._offer(loop, load, requests, warm_up))
         resources = self.monitor.take()
-        took = {} if hops is None else growth(hops, await read_hops(self.plan.metrics_url))
-        return Run(load, loop.records, resources, complete, lag.worst_s, took, turns=turns)
+        after = await read_stages(self.plan.metrics_url) if before else None
+        run = Run(load, loop.records, resources, complete, lag.worst_s, turns=turns)
+        return replace(run, **grown(before, after)) if before and after else run
 
     def _load_run(self, bar: RunProgress) -> LoadRun:
         workload = self.plan.workload

@@ -32,6 +32,8 @@ _DEFAULTS = {
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # 4-bit weights alone are what a checkpoint asks for: on a CPU with AMX inputs would have 8 bits.
+    "VLLM_CPU_INT4_W4A8": "0",
     # torch runs what it finds there. Its default is a name in /tmp, and another user may have made that folder.
     "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
 }
@@ -91,6 +93,7 @@ try:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -249,6 +252,7 @@ __all__ = [
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "ForwardContext",
+    "Fp8PtpcOnlineLinearMethod",
     "GPUModelRunner",
     "GuidanceBackend",
     "Hermes2ProToolParser",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from triton_omni.checkpoint.facts import DecoderConfig
-from triton_omni.core.settings import Dtype, EngineSettings, Quantization, SettingsError
+from triton_omni.core.settings import Dtype, EngineSettings, SettingsError
 from triton_omni.vllm_hooks.shared.compat import CompilationMode, EngineArgs, VllmConfig, current_platform
 from triton_omni.vllm_hooks.shared.fused_decode import FUSED_DECODE
 from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
@@ -28,8 +28,6 @@ CPU_BLOCK_SIZE = 32
 
 _CLASS_PREFIXES = ("triton_omni.", "vllm.")
 _STAGES = 3
-_TOWERS = ("visual.*", "audio_tower.*")
-"""vLLM's names of the thinker's layers that are not its decoder's."""
 
 
 class _StageArgs(EngineArgs):
@@ -54,24 +52,6 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     resolved: torch.dtype = getattr(torch, dtype)
     return resolved
-
-
-def quantization_arguments(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Engine arguments of a way to quantise the decoder's weights while they are loaded; none of them = not at all.
-
-    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides). The towers are left as they are: a
-    step does not run them, and FP8's kernels do not take every width that a vision tower has.
-
-    Raises:
-        SettingsError: the device or the dtype cannot be had with it.
-    """
-    if quantization == "none":
-        return {}
-    if device.type != "cuda":
-        raise SettingsError(f"quantization: {quantization} needs a GPU, the device is {device.type}; use none")
-    if dtype == torch.float32:
-        raise SettingsError(f"quantization: {quantization} needs a half-precision dtype, it is float32; use none")
-    return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": list(_TOWERS)}}
 
 
 def check_length(settings: EngineSettings, decoder: DecoderConfig) -> None:

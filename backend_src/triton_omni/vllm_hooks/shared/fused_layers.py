@@ -16,10 +16,12 @@ from triton_omni.vllm_hooks.kernels.decode_product import (
     add_norm,
     gated_product,
     most_rows,
+    reads_e4m3,
     shares,
     split_product,
 )
 from triton_omni.vllm_hooks.shared.compat import (
+    Fp8PtpcOnlineLinearMethod,
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
     get_forward_context,
@@ -46,6 +48,22 @@ class Summands(NamedTuple):
     """[S, N, hidden] fp32."""
     bias: Tensor
     """[hidden]."""
+
+
+class Matrix(NamedTuple):
+    """Of a linear layer, as the products take it."""
+
+    weights: Tensor
+    """[N, K], of the network's precision or E4M3."""
+    scales: Tensor | None
+    """[N] fp32 of E4M3."""
+
+    @classmethod
+    def of(cls, linear: Any) -> Matrix:
+        """The matrix of vLLM's layer, which holds one of E4M3 transposed; without a copy."""
+        if linear.weight.dtype == torch.float8_e4m3fn:
+            return cls(linear.weight.T, linear.weight_scale.flatten())
+        return cls(linear.weight, None)
 
 
 class FusedProjection:
@@ -112,9 +130,9 @@ class FusedAttention:
         return output
 
     def heads(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return the heads' output [N, heads x head_dim] before its projection, where the matrices are plain."""
-        matrix = self._attention.qkv_proj
-        return self._seen(positions, Projected(split_product(hidden_states, matrix.weight), matrix.bias))
+        """Return the heads' output [N, heads x head_dim] before its projection, where the products are fused."""
+        linear = self._attention.qkv_proj
+        return self._seen(positions, Projected(split_product(hidden_states, *Matrix.of(linear)), linear.bias))
 
     def _seen(self, positions: Tensor, projected: Projected) -> Tensor:
         layer, cached = self._attention, self._attention.attn
@@ -143,7 +161,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any, attention: FusedAttention, switch: Switch) -> None:
         self._layer, self._attention, self._switch, self._plain = layer, attention, switch, layer.forward
-        self._most_rows = most_rows(layer.mlp.down_proj.weight.shape[0])
+        self._most_rows = most_rows(len(layer.input_layernorm.weight))
 
     def __call__(
         self, positions: Tensor, hidden_states: Tensor | Summands, residual: Tensor | None
@@ -155,9 +173,10 @@ class FusedLayer:
         layer = self._layer
         normed, residual = _first_norm(hidden_states, residual, layer.input_layernorm)
         seen = self._attention.heads(positions, normed)
-        normed = _add_norm(split_product(seen, layer.self_attn.o_proj.weight), residual, layer.post_attention_layernorm)
-        gated = gated_product(normed, layer.mlp.gate_up_proj.weight)
-        return split_product(gated, layer.mlp.down_proj.weight), residual
+        parts = split_product(seen, *Matrix.of(layer.self_attn.o_proj))
+        normed = _add_norm(parts, residual, layer.post_attention_layernorm)
+        gated = gated_product(normed, *Matrix.of(layer.mlp.gate_up_proj))
+        return split_product(gated, *Matrix.of(layer.mlp.down_proj)), residual
 
 
 class FusedNorm:
@@ -191,7 +210,7 @@ def _add_norm(parts: Tensor, residual: Tensor, norm: Any, bias: Tensor | None = 
 def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int) -> Switch:
     """Let each decoder layer of a network be computed in either way; the returned switch chooses the way.
 
-    Where a layer's matrices are quantised, only its attention has another way.
+    Where a layer's matrices are quantised in a way that the products do not read, only its attention has another way.
 
     Args:
         network: the whole of it.
@@ -199,12 +218,12 @@ def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int
         max_sequences: sequences of the largest decode step.
     """
     most = max_sequences * max(layer.self_attn.num_kv_heads for layer in layers)
-    plain_products = _products_are_plain(layers)
+    known_products = _products_are_known(layers)
     arrivals = torch.zeros(most, dtype=torch.int32, device=next(network.parameters()).device)
-    switch = Switch(arrivals, layers=plain_products)
+    switch = Switch(arrivals, layers=known_products)
     for layer in layers:
         attention = layer.self_attn.forward = FusedAttention(layer.self_attn, switch)
-        if plain_products:
+        if known_products:
             layer.forward = FusedLayer(layer, attention, switch)
     decoder.norm.forward = FusedNorm(decoder.norm)
     return switch
@@ -220,11 +239,18 @@ def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> Non
         processor.forward = FusedHead(processor, head, switch)
 
 
-def _products_are_plain(layers: list[Any]) -> bool:
-    """True if the matrices are the checkpoint's, with a bias at most where one is added."""
+def _products_are_known(layers: list[Any]) -> bool:
+    """True if the products read the matrices, with a bias at most where one is added."""
     within = [
-        matrix for layer in layers for matrix in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+        linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ]
-    matrices = [*within, *(layer.self_attn.qkv_proj for layer in layers)]
-    plain = all(isinstance(matrix.quant_method, UnquantizedLinearMethod) for matrix in matrices)
-    return plain and all(matrix.bias is None for matrix in within)
+    linears = [*within, *(layer.self_attn.qkv_proj for layer in layers)]
+    return all(map(_is_known, linears)) and all(linear.bias is None for linear in within)
+
+
+def _is_known(linear: Any) -> bool:
+    """True if the matrix is the checkpoint's, or E4M3 as vLLM quantises it, which its own kernels may have padded."""
+    if not isinstance(linear.quant_method, Fp8PtpcOnlineLinearMethod):
+        return isinstance(linear.quant_method, UnquantizedLinearMethod)
+    weights, size = linear.weight.T, (linear.output_size_per_partition, linear.input_size_per_partition)
+    return reads_e4m3(weights.device) and weights.shape == size and weights.is_contiguous()

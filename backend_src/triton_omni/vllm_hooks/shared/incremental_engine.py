@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
+from triton_omni.core.loop_clock import SpentOn
 from triton_omni.vllm_hooks.shared.compat import EngineCoreOutput
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalStep
 from triton_omni.vllm_hooks.shared.incremental_schedule import IncrementalScheduleMixin
@@ -26,10 +27,16 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     core = client.engine_core
     # Others' steps, synchronous ones among them, are all vLLM's own.
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, IncrementalScheduleMixin) else None
-    given: list[EngineCoreOutput] = client.get_output().outputs if step is None else _go_on(core, runner, step)
+    given = _whole_step(client) if step is None else _go_on(core, runner, step)
     if not given and core.scheduler.idle and _nobody_goes_on(core):
         time.sleep(NAP_S)
     return given
+
+
+def _whole_step(client: Any) -> list[EngineCoreOutput]:
+    with SpentOn("vllm_step"):
+        given: list[EngineCoreOutput] = client.get_output().outputs
+        return given
 
 
 def _nobody_goes_on(core: Any) -> bool:
@@ -47,5 +54,7 @@ def _go_on(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutp
     if len(core.batch_queue) < core.batch_queue_size:
         return []
     oldest, scheduled, _ = core.batch_queue.pop()
-    outputs = core.scheduler.update_from_output(scheduled, oldest.result()).get(0)
+    with SpentOn("device"):
+        result = oldest.result()
+    outputs = core.scheduler.update_from_output(scheduled, result).get(0)
     return [] if outputs is None else outputs.outputs

@@ -37,18 +37,18 @@ from triton_omni.vllm_hooks.shared.engine_args import (
     apply_thread_share,
     build_engine_args,
     check_length,
-    quantization_arguments,
     resolve_dtype,
     schedules_ahead,
 )
 from triton_omni.vllm_hooks.shared.incremental_engine import core_step
 from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
 from triton_omni.vllm_hooks.shared.prefix_cache import PrefixCacheMixin
+from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
 from triton_omni.vllm_hooks.thinker import networks, prompt_media
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
-from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys
+from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys, salted
 from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, stop_string_of
@@ -67,13 +67,14 @@ class ThinkerVllmEngine:
         device: `cpu` or a CUDA device.
 
     Raises:
-        SettingsError: the device, a class name or the length of sequences cannot be used.
+        SettingsError: the device, a class name, the length of sequences or a quantisation cannot be used.
         UnsupportedEngineError: the configuration asks for speculative decoding.
     """
 
     def __init__(self, checkpoint: Path, settings: ThinkerSettings, device: torch.device) -> None:
         networks.register()
-        check_length(settings.engine, load_config(checkpoint).thinker.decoder)
+        facts = load_config(checkpoint)
+        check_length(settings.engine, facts.thinker.decoder)
         self.dtype = resolve_dtype(settings.dtype, device)
         self.device = device
         apply_thread_share(settings.engine)
@@ -89,7 +90,7 @@ class ThinkerVllmEngine:
                 prefix_caching=settings.prefix_caching,
             ),
             prefix_caching=settings.prefix_caching,
-            **quantization_arguments(settings.quantization, device, self.dtype),
+            **quantization_arguments(settings, facts.four_bit, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
             # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each. Its cache of processed media
@@ -129,6 +130,7 @@ class ThinkerVllmEngine:
         self._prefixes = scheduler if isinstance(scheduler, PrefixCacheMixin) else None
         if self._prefixes is not None:
             self._prefixes.collect = self._collect_rows
+            self._core.request_block_hasher = salted(self._core.request_block_hasher)
         # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
         self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
         if device.type == "cuda":
@@ -200,7 +202,8 @@ class ThinkerVllmEngine:
         except VLLMValidationError as error:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
-        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows)
+        is_shared = self._prefixes is not None and "cache_salt" in placed.engine_input
+        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
         speech = Speech(sampling)
         release = RowRelease(len(placed.prompt_token_ids), cuts=speech.cuts)
         # Kept, since vLLM forgets them before it tells how the reply ended.

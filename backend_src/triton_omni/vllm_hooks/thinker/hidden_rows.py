@@ -150,20 +150,27 @@ class RowTap:
 
     def __init__(self) -> None:
         self._followed: dict[str, _Followed] = {}
+        self.shared: set[str] = set()
+        """Requests of which later ones may reuse cached tokens."""
         self.finish: Callable[[Tensor | None, Tensor, Kept | None], Tensor] = finish
         """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
 
-    def follow(self, request_id: str, media: NDArray[np.bool_], *, wants_rows: bool = True) -> None:
-        """Give rows, or flags alone, of this request.
+    def follow(
+        self, request_id: str, media: NDArray[np.bool_], *, wants_rows: bool = True, is_shared: bool = False
+    ) -> None:
+        """Give rows, or flags alone, of this request; if it `is_shared`, later ones may reuse its cached tokens.
 
         `media` bool [P] marks the prompt's positions whose embedding counts as zero.
         """
         self._followed[request_id] = _Followed(media, wants_rows)
+        if is_shared:
+            self.shared.add(request_id)
 
     def forget(self, request_id: str) -> None:
         """Give no more rows of this request; an unknown one is ignored."""
         self._followed.pop(request_id, None)
+        self.shared.discard(request_id)
 
     def skipped(self, request_ids: list[str], starts: NDArray[np.integer[Any]]) -> list[Segment]:
         """Take the positions that were neither computed for a request nor taken before: it begins after them, since

@@ -9,10 +9,15 @@ from typing import Any
 
 from triton_omni.session.engine import PrefixKeys
 
+Hasher = Callable[[Any], list[bytes]]
 
-def prefix_keys(
-    hasher: Callable[[Any], list[bytes]], block_size: int, engine_input: Mapping[str, Any]
-) -> PrefixKeys | None:
+
+def salted(hasher: Hasher) -> Hasher:
+    """Return vLLM's hasher for requests with a salt; one without shares nothing, so its blocks need no names."""
+    return lambda request: [] if request.cache_salt is None else hasher(request)
+
+
+def prefix_keys(hasher: Hasher, block_size: int, engine_input: Mapping[str, Any]) -> PrefixKeys | None:
     """Names of the prefixes of a prompt; None if it has no salt, and so shares nothing.
 
     Args:

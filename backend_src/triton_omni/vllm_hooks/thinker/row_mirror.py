@@ -48,7 +48,7 @@ class RowMirror:
 
 
 class RowMirrorMixin(HiddenRowsMixin):
-    """Keeps the mirror where there is a prefix cache.
+    """Keeps the mirror where there is a prefix cache. While no request shares its tokens, steps are those without one.
 
     A step's rows are written outside of what is recorded, by the kernel that completes them. So a decode step of
     sequences that want their rows launches nothing more than one without a mirror.
@@ -67,16 +67,20 @@ class RowMirrorMixin(HiddenRowsMixin):
             first = Kept(self.mirror.rows, torch.zeros(1, dtype=torch.int64, device=inputs.device))
             self.row_tap.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
 
+    @property
+    def _used_mirror(self) -> RowMirror | None:
+        return self.mirror if self.row_tap.shared else None
+
     def _model_forward(self, *args: Any, **named: Any) -> Any:
-        batch = self.input_batch
-        if self.mirror is not None and (parts := self.row_tap.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
+        batch, mirror = self.input_batch, self._used_mirror
+        if mirror is not None and (parts := self.row_tap.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
             blocks = [self.requests[part.request_id].block_ids[0] for part in parts]
-            self.row_tap.steps.append(self.mirror.read(parts, blocks))
+            self.row_tap.steps.append(mirror.read(parts, blocks))
         return super()._model_forward(*args, **named)
 
     def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
         """Those of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
-        if self.mirror is None:
+        if self._used_mirror is None:
             return super()._take_embeddings(plan, inputs_embeds)
         batch, bounds = self.input_batch, self.query_start_loc.np
         embeddings = inputs_embeds[: int(bounds[len(batch.req_ids)])].clone()
@@ -86,8 +90,8 @@ class RowMirrorMixin(HiddenRowsMixin):
         return embeddings
 
     def _record_rows(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
-        if self.mirror is None or taken is None:
+        if (mirror := self._used_mirror) is None or taken is None:
             super()._record_rows(plan, taken, hidden)
             return
         slots = self.input_batch.block_table[0].slot_mapping.gpu[: taken.shape[0]]
-        self.row_tap.record_kept(plan, taken, hidden, Kept(self.mirror.rows, slots))
+        self.row_tap.record_kept(plan, taken, hidden, Kept(mirror.rows, slots))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Median and range over starts and runs, from reports of bench."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from triton_omni_client.bench.records import Chunk, Load, RequestRecord
+from triton_omni_client.bench.report import Report, Run
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "over_starts.py"))
+
+
+def answered(index: int, first_s: float, gap_s: float = 0.1) -> RequestRecord:
+    chunks = [Chunk(first_s, 1.0), Chunk(first_s + gap_s, 1.0)]
+    return RequestRecord(index=index, start_s=0.0, sent_s=0.0, end_s=first_s + gap_s, chunks=chunks)
+
+
+def write(path: Path, *records: RequestRecord) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Report({}, {}, [Run(Load("closed", 1), records)]).write(path)
+
+
+def test_starts_and_runs_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first" / "caches", tmp_path / "second" / "caches"
+    write(first / "plain.1" / "one.1.json", answered(0, 0.146), answered(1, 0.146))
+    write(first / "plain.1" / "one.2.json", answered(0, 0.147), answered(1, 0.147))
+    write(first / "shipped.1" / "one.1.json", answered(0, 0.150), answered(1, 0.150))
+    write(second / "plain.2" / "one.1.json", answered(0, 0.150, gap_s=3.0), answered(1, 0.150))
+    for places in (128, 96):
+        write(first / "plain.1" / f"listeners-{places}.json", answered(0, 0.2))
+    SCRIPT["main"]([first, second], tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert figures["first_audio_p50/plain/one"] == {"values": [146.0, 147.0, 150.0], "unit": "ms", "part": "caches"}
+    assert figures["replies_without_underrun/plain/one"]["values"] == [2, 2, 1]
+    assert figures["requests/plain/one"]["values"] == [2, 2, 2]
+    assert "first_text_p50/plain/one" not in figures
+    assert figures["requests/plain/listeners-128"]["values"] == [1]
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    columns = rows[0].index("first_audio_p50")
+    assert [row[0] for row in rows[2:]] == ["listeners-96", "listeners-128", "one", "one"]
+    assert {row[1]: row[columns] for row in rows[4:]} == {"plain": "147.0 (146.0 to 150.0)", "shipped": "150.0"}
