@@ -267,7 +267,7 @@ class Answers:
             self._dropped(item)
 
 
-def _is_of_length(error: GatewayError, media: Iterable[str]) -> bool:
+def _is_of_length(error: GatewayError, media: tuple[str, ...]) -> bool:
     """True where a server refused the conversation as too long, not one medium or another key of the session."""
     is_of_conversation = error.param is None or error.param.startswith(_NAMES.prompt)
     is_too_large = error.status == 413 and is_of_conversation and error.param not in media
