@@ -281,6 +281,32 @@ def test_a_line_that_repeats_over_requests_is_written_once_and_names_the_first()
     assert line.endswith("req_0: a library's warning")
 
 
+UPGRADE = "HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+WHOLE = f"{UPGRADE}Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+def test_a_socket_that_is_refused_has_an_id_and_a_line_and_is_no_fault_of_the_gateway() -> None:
+    requests = {
+        f"GET /v1/realtime?model=x {UPGRADE}": (400, "/v1/realtime"),
+        f"GET /v1/realtime {UPGRADE}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n": (400, "/v1/realtime"),
+        f"POST /v1/realtime {WHOLE}": (405, "/v1/realtime"),
+        f"GET /v2 {WHOLE}": (404, "/v2"),
+    }
+    with serve_grpc(FakeTriton()) as triton, started(triton) as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        answers = [exchanged(base, f"{request}\r\n".encode()).decode() for request in requests]
+        process.send_signal(signal.SIGTERM)
+        written = process.communicate(timeout=TIMEOUT_S)[1]
+    for answer, (status, path) in zip(answers, requests.values(), strict=True):
+        head, _, body = answer.partition("\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        (request_id,) = re.findall("(?i)x-request-id: (req_[0-9a-f]{24})", head)
+        assert f"request={request_id} method=WebSocket path={path} status={status} reason=invalid_request" in written
+    assert "ERROR" not in written
+
+
 def connected(base: str) -> socket.socket:
     host, port = base.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
