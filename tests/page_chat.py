@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +18,13 @@ RATE = 24000
 SPEECH = tone(4.0, RATE, hertz=220)
 
 
-def story(speech: Samples = SPEECH, pause_s: float = 0.0, text: str = TEXT) -> Any:
-    """A reply: all text first, then its speech in chunks of uneven length, with a pause before each."""
+def story(speech: Samples = SPEECH, text: str = TEXT) -> Any:
+    """A reply: all text first, then its speech in chunks of uneven length."""
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         for word in text.split(" "):
             yield chunk(text=f"{word} ")
         for part in np.array_split(speech, 13):
-            time.sleep(pause_s)
             yield chunk(audio=part)
         yield chunk(info=INFO)
         yield final()

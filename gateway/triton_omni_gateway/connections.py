@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from .errors import bad_request
 from .realtime.protocol import RealtimeProtocol
-from .request_log import HTTP, log_request, new_request_id, note_error
+from .request_log import HTTP, log_unread
 from .settings import GatewaySettings, SettingsError
 
 MAX_HEAD_BYTES = 32 << 10
@@ -169,13 +169,10 @@ class BoundedProtocol(H11Protocol):
         chunks = f"its body has over {SMALL_CHUNKS} chunks of under {CHUNK_BYTES} bytes"
         lengths = "has both Content-Length and Transfer-Encoding"
         error = bad_request(f"The request is no HTTP, {lengths}, {chunks}, or its head is over {MAX_HEAD_BYTES} bytes.")
-        request_id, body = new_request_id(), json.dumps(error.body()).encode()
+        request_id, body = log_unread(self.client, error), json.dumps(error.body()).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}x-request-id: {request_id}\r\nconnection: close\r\n\r\n".encode() + body)
         self.transport.close()
-        scope = {"state": {"request_id": request_id}, "method": "-", "path": "-", "client": self.client}
-        note_error(scope, error)
-        log_request(scope, error.status, 0.0, "")
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Watch it no more: a WebSocket has bounds of its own."""

@@ -110,11 +110,13 @@ class Gate:
         name_lines(request_id)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "caller": "", "session": {}}
-        refusal, status = refuse_socket(scope, self._settings, self._keys, self._client_secrets), _SWITCHED
+        refusal, status = refuse_socket(scope, self._settings, self._keys, self._client_secrets), 500
 
         async def send_named(message: Message) -> None:
             nonlocal status
-            if message["type"] == "websocket.http.response.start":
+            if message["type"] == "websocket.accept":
+                status = _SWITCHED
+            elif message["type"] == "websocket.http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 self._metrics.answered(self._endpoint(scope), status, 0.0)

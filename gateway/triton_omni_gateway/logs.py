@@ -64,9 +64,10 @@ def log_config(log_format: str, level: str) -> dict[str, Any]:
     del config["loggers"]["uvicorn.access"], config["handlers"]["access"], config["formatters"]["access"]
     config["filters"] = {"named": {"()": Named}, "repeats": {"()": Repeats}}
     config["handlers"]["requests"] = copy.deepcopy(config["handlers"]["default"])
-    config["handlers"]["default"]["filters"] = ["named", "repeats"]
+    # Before a line has an id, which would make equal ones differ.
+    config["handlers"]["default"]["filters"] = ["repeats", "named"]
     config["loggers"]["asyncio"] = {"handlers": ["default"], "level": "WARNING", "propagate": False}
-    # What uvicorn warns of has a request's line.
+    # A request's line tells what uvicorn warns of.
     config["loggers"] |= {HTTP: {"level": "ERROR"}, SOCKETS: {"level": "WARNING"}}
     config["loggers"][REQUESTS] = {"handlers": ["requests"], "level": level.upper(), "propagate": False}
     if log_format == "json":

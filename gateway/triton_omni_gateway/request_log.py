@@ -97,6 +97,15 @@ def log_request(scope: Scope, status: int, seconds: float, key: str) -> None:
     logger.info("%s", line, extra=told)
 
 
+def log_unread(client: tuple[str, int] | None, error: GatewayError, method: str = "-", path: str = "-") -> str:
+    """Write the line of what was refused before the application saw it; returns the id that it got."""
+    request_id = new_request_id()
+    scope = {"state": {"request_id": request_id}, "method": method, "path": path, "client": client}
+    note_error(scope, error)
+    log_request(scope, error.status, 0.0, "")
+    return request_id
+
+
 def _facts(scope: Scope) -> dict[str, Any]:
     facts: dict[str, Any] = scope["state"].setdefault("facts", {})
     return facts

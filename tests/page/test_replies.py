@@ -116,9 +116,14 @@ def test_stopping_in_the_middle_cancels_on_the_server(triton: FakeTriton, at: Vi
 
 
 def test_a_question_cuts_the_reply_off_and_nothing_is_kept_of_what_was_not_heard(triton: FakeTriton, at: Visit) -> None:
-    triton.script = story(SPEECH, pause_s=0.5)
+    def silent(_request: Any, _context: Any) -> Iterator[Any]:
+        yield chunk(text=TEXT)
+        triton.cancelled.wait(20)
+
+    triton.script = silent
     at.write("one")
     at.state("writing")
+    triton.script = story()
     at.write("two")
     at.page.locator(".reply").nth(1).wait_for()
     at.state("speaking")

@@ -6,9 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +21,16 @@ import pytest
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
-from gateway_command import started
+from gateway_command import FOLDERS, started
 from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
 from media_samples import audio_file
 from realtime_client import talk
+from triton_omni_gateway.gate import Gate
 from triton_omni_gateway.keys import ApiKeys, read_keys
+from triton_omni_gateway.metrics import Metrics
+from triton_omni_gateway.realtime.secrets import ClientSecrets
 from triton_omni_gateway.request_log import REQUESTS
+from triton_omni_gateway.settings import GatewaySettings
 
 CHAT = "/v1/chat/completions"
 SPEECH = "/v1/audio/speech"
@@ -225,6 +232,79 @@ async def test_no_line_about_a_caller_is_without_an_id_or_an_address(triton: Fak
     about_callers = [line for line in written if not re.search(rf"{own}|without API keys", line)]
     assert len(about_callers) >= 8
     assert [line for line in about_callers if not re.search(r"req_[0-9a-f]{24}|of 127\.0\.0\.1", line)] == []
+
+
+async def test_a_socket_that_fails_before_it_is_one_has_the_status_of_a_fault(lines: Lines) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    async def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    gate = Gate(
+        broken,
+        settings=GatewaySettings(triton_urls=("localhost:1",)),
+        keys=ApiKeys([]),
+        metrics=Metrics(),
+        endpoints=frozenset(),
+        secrets=ClientSecrets(1),
+    )
+    logger = logging.getLogger(REQUESTS)
+    logger.addHandler(lines)
+    logger.setLevel("INFO")
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [(b"host", b"localhost")], "subprotocols": []}
+    with pytest.raises(RuntimeError, match="broken"):
+        await gate(scope, unused, unused)
+    assert [line.status for line in lines.all] == [500]
+
+
+REPEATING = """
+import contextvars, logging.config
+from triton_omni_gateway.logs import log_config
+from triton_omni_gateway.request_log import name_lines
+
+def told(number):
+    name_lines(f"req_{number}")
+    logging.getLogger("uvicorn.error").warning("a library's warning")
+
+logging.config.dictConfig(log_config("plain", "info"))
+for number in range(100):
+    contextvars.copy_context().run(told, number)
+"""
+
+
+def test_a_line_that_repeats_over_requests_is_written_once_and_names_the_first() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
+    command = [sys.executable, "-c", REPEATING]
+    written = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    (line,) = written.stderr.splitlines()
+    assert line.endswith("req_0: a library's warning")
+
+
+UPGRADE = "HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+WHOLE = f"{UPGRADE}Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+def test_a_socket_that_is_refused_has_an_id_and_a_line_and_is_no_fault_of_the_gateway() -> None:
+    requests = {
+        f"GET /v1/realtime?model=x {UPGRADE}": (400, "/v1/realtime"),
+        f"GET /v1/realtime {UPGRADE}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n": (400, "/v1/realtime"),
+        f"POST /v1/realtime {WHOLE}": (405, "/v1/realtime"),
+        f"GET /v2 {WHOLE}": (404, "/v2"),
+    }
+    with serve_grpc(FakeTriton()) as triton, started(triton) as process:
+        assert process.stdout is not None
+        base = process.stdout.readline().split("=")[1].split("/v1")[0]
+        answers = [exchanged(base, f"{request}\r\n".encode()).decode() for request in requests]
+        process.send_signal(signal.SIGTERM)
+        written = process.communicate(timeout=TIMEOUT_S)[1]
+    for answer, (status, path) in zip(answers, requests.values(), strict=True):
+        head, _, body = answer.partition("\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        (request_id,) = re.findall("(?i)x-request-id: (req_[0-9a-f]{24})", head)
+        assert f"request={request_id} method=WebSocket path={path} status={status} reason=invalid_request" in written
+    assert "ERROR" not in written
 
 
 def connected(base: str) -> socket.socket:

@@ -399,6 +399,24 @@ async def test_a_limit_of_another_key_takes_nothing_from_the_conversation(
     assert len(triton.requests) == 1
 
 
+async def test_a_medium_that_is_refused_is_named_by_its_item_and_takes_nothing_else_away(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    said = "9000 x 9000 pixels, the limit is 16777216 in all"
+    triton.script = lambda *_: iter([failure(f"medium 1 (image): {said} [omni:too_large;stage=thinker]")])
+    url = f"data:image/png;base64,{base64.b64encode(image_file('png')).decode()}"
+    parts = [{"type": "input_text", "text": "And this?"}, {"type": "input_image", "image_url": url}]
+    async with talk(gateway.base, **TEXT) as session:
+        await spoken(session, 0.2)
+        item = {"type": "message", "role": "user", "content": parts}
+        shown = (await session.asked("conversation.item.create", "conversation.item.done", item=item)).item
+        done = (await session.asked("response.create", "response.done")).response
+        assert "conversation.item.deleted" not in session.types()
+    error = done.status_details.error
+    assert (error.code, error.message) == ("too_large", f"{shown.id}.content[1]: {said}")
+    assert len(triton.requests) == 1
+
+
 async def test_sound_that_nobody_could_hear_is_refused_and_not_kept(gateway: RunningGateway) -> None:
     async with talk(gateway.base, **TEXT) as session:
         for audio in ("", base64.b64encode(noise(0.09).tobytes()).decode()):

@@ -149,7 +149,10 @@ class TestLimits:
         part, options = MediaPart("video", FILM), {"with_audio": False, "is_wanted": lambda: True}
         (film,) = decoders.decode([part], SIZES, **options)
         broken = MediaPart("video", b"none")
-        said = "the prompt has 80 tokens in its first 2 media alone; this deployment's limit is 79 (max_model_len)"
+        said = (
+            "the prompt has 80 tokens up to medium 1 (video) without its text; this deployment's limit is 79 "
+            "(max_model_len): send shorter, smaller or fewer media"
+        )
         for known in ((), [film.outline, None, None], [None, film.outline, None], [film.outline, film.outline, None]):
             take = Room(lambda _film: 40, 79).taker()
             with pytest.raises(TooLarge) as refused:

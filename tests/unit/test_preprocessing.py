@@ -169,7 +169,8 @@ def test_media_without_room_in_a_prompt_are_not_all_decoded(make):
     with pytest.raises(TooLarge) as refused:
         intake.prepare(RawRequest(messages=messages, media=(image_file(), image_file(), b"none")), 0)
     assert refused.value.message == (
-        "the prompt has 200 tokens in its first 2 media alone; this deployment's limit is 199 (max_model_len)"
+        "the prompt has 200 tokens up to medium 1 (image) without its text; this deployment's limit is 199 "
+        "(max_model_len): send shorter, smaller or fewer media"
     )
     assert engine.prompts == []
 

@@ -47,8 +47,9 @@ class Room:
             taken += self.tokens_of(medium)
             if taken > self.max_model_len:
                 raise TooLarge(
-                    f"the prompt has {taken} tokens in its first {index + 1} media alone; this deployment's limit is "
-                    f"{self.max_model_len} (max_model_len)"
+                    f"the prompt has {taken} tokens up to medium {index} ({type(medium).__name__.lower()}) without its "
+                    f"text; this deployment's limit is {self.max_model_len} (max_model_len): send shorter, smaller or "
+                    "fewer media"
                 )
 
         return take

@@ -8,6 +8,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry
@@ -20,7 +21,7 @@ from triton_omni_gateway.pool import PooledStream
 from .calls import tool_fields
 from .config import Json, RetentionRatio, SessionConfig
 from .events import server_event
-from .items import AnyItem, Items, messages_of
+from .items import AnyItem, Items, media_names, messages_of
 from .limits import RealtimeLimits
 from .outbox import Outbox
 from .response import Reason, Response
@@ -170,9 +171,8 @@ class Answers:
         tools = tool_fields(config.tools, config.tool_choice, config.parallel_tool_calls)
         return self._with(messages, [*media, sound], modalities, **tools, prefill_only=True, priority=HINT_PRIORITY)
 
-    def _request(self, response: Response) -> Request:
+    def _request(self, response: Response, items: Iterable[AnyItem]) -> Request:
         asked = response.asked
-        items = list(self._items) if asked.given is None else asked.given
         messages, media = messages_of(items, asked.instructions)
         thinker = {} if asked.max_output_tokens == "inf" else {"max_tokens": asked.max_output_tokens}
         tools = tool_fields(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -201,12 +201,14 @@ class Answers:
 
     async def _is_too_long(self, response: Response) -> bool:
         """Ask; True where the server refused the conversation as too long, and a shorter one is to be tried."""
+        items = list(self._items) if response.asked.given is None else response.asked.given
+        names = replace(_NAMES, media=media_names(items))
         try:
-            stream = await self._servers.ask(self._request(response))
+            stream = await self._servers.ask(self._request(response, items))
             await self._send(response, stream)
         except OmniClientError as error:
-            meant = await self._servers.explain(error, _NAMES.told, response.response_id)
-            if _is_of_length(meant) and self._shorten(response):
+            meant = await self._servers.explain(error, names.told, response.response_id)
+            if _is_of_length(meant, names.media) and self._shorten(response):
                 return True
             response.fail(meant)
         return False
@@ -265,7 +267,8 @@ class Answers:
             self._dropped(item)
 
 
-def _is_of_length(error: GatewayError) -> bool:
-    """True where a server refused the conversation, not another key of the session, as too long."""
+def _is_of_length(error: GatewayError, media: tuple[str, ...]) -> bool:
+    """True where a server refused the conversation as too long, not one medium or another key of the session."""
     is_of_conversation = error.param is None or error.param.startswith(_NAMES.prompt)
-    return error.code == CONTEXT_LENGTH or (error.status == 413 and is_of_conversation)
+    is_too_large = error.status == 413 and is_of_conversation and error.param not in media
+    return error.code == CONTEXT_LENGTH or is_too_large

@@ -243,6 +243,17 @@ def messages_of(items: Iterable[AnyItem], instructions: str | None) -> tuple[lis
     return messages, media
 
 
+def media_names(items: Iterable[AnyItem]) -> tuple[str, ...]:
+    """Name each medium of `messages_of` by its item and its place in it."""
+    return tuple(
+        f"{item.item_id}.content[{place}]"
+        for item in items
+        if isinstance(item, Item)
+        for place, part in enumerate(item.content)
+        if part.kind in _MEDIA
+    )
+
+
 def _caller(messages: list[Json]) -> Json:
     """The assistant's message at the end, which is made where there is none."""
     if not messages or messages[-1]["role"] != "assistant":

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
+from websockets.http11 import Request
 
-from triton_omni_gateway.errors import stopping
-from triton_omni_gateway.request_log import SOCKETS
+from triton_omni_gateway.errors import GatewayError, stopping
+from triton_omni_gateway.request_log import SOCKETS, log_unread
 
 from .events import error_event, written
 
@@ -32,6 +35,28 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
     def peer(self) -> str:
         """The address that it comes from."""
         return self.client[0] if self.client else ""
+
+    def handle_connect(self, event: Request) -> None:
+        """Refuse an upgrade that opens no WebSocket in OpenAI's form, with id and line; the gate sees the others."""
+        refusal = self.conn.accept(event)
+        if refusal.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            super().handle_connect(event)
+            return
+        error = GatewayError(refusal.status_code, refusal.body.decode().strip())
+        refusal.body = json.dumps(error.body()).encode()
+        del refusal.headers["Content-Length"], refusal.headers["Content-Type"]
+        refusal.headers["Content-Length"] = str(len(refusal.body))
+        refusal.headers["Content-Type"] = "application/json"
+        refusal.headers["X-Request-Id"] = log_unread(self.client, error, "WebSocket", event.path.partition("?")[0])
+        self.handshake_complete = self.close_sent = True
+        self.conn.send_response(refusal)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.close()
+
+    async def send(self, message: Any) -> None:
+        """Send what the application says; after a refusal uvicorn would log that the application gave no answer."""
+        await super().send(message)
+        self.handshake_complete |= self.close_sent
 
     def handle_ping(self) -> None:
         """Answer a ping, unless its client takes nothing: its answers would pile up."""
