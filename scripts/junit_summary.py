@@ -38,13 +38,9 @@ class Case(NamedTuple):
     """Reason of a skip, traceback of a failure."""
 
 
-def read_cases(report: Path) -> Iterator[Case]:
-    """The tests of a JUnit XML file as pytest writes it.
-
-    Raises:
-        ElementTree.ParseError: the file is not whole, as after the death of its run.
-    """
-    for found in ET.parse(report).getroot().iter("testcase"):
+def read_cases(root: ET.Element) -> Iterator[Case]:
+    """The tests of JUnit XML as pytest writes it."""
+    for found in root.iter("testcase"):
         names = found.get("classname", "").split(".")
         count = next((number for number, name in enumerate(names, 1) if name.startswith("test_")), len(names))
         name = "::".join([*names[count:], found.get("name", "")])
@@ -99,9 +95,13 @@ def main(
     output: Annotated[Path, typer.Option("-o", "--output", help="summary to write (JSON)")],
 ) -> None:
     """Sum up a run of tests."""
-    begun = ET.parse(report).getroot().find("testsuite")
+    try:
+        root = ET.parse(report).getroot()
+    except ET.ParseError as error:
+        raise typer.BadParameter(f"{report}: {error}; give the XML of a run that ended", param_hint="REPORT") from error
+    begun = root.find("testsuite")
     day = "" if begun is None else begun.get("timestamp", "")[:10]
-    found = {"date": day, "versions": machine(), **summary(list(read_cases(report)))}
+    found = {"date": day, "versions": machine(), **summary(list(read_cases(root)))}
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     typer.echo(", ".join(f"{found[outcome]} {outcome}" for outcome in get_args(Outcome)))
 

@@ -93,6 +93,8 @@ def main(
 ) -> None:
     """Print median and range over starts and runs."""
     reports = [path for folder in folders for path in sorted(folder.glob("*/*.json"))]
+    if not reports:
+        raise typer.BadParameter(f"no report VARIANT/LOAD.json in {', '.join(map(str, folders))}", param_hint="FOLDERS")
     found = figures(reports)
     typer.echo("\n".join(table(found)))
     if output is not None:

@@ -28,6 +28,7 @@ from realtime_times import Load, Times, measure, read_question
 from triton_omni.core.profile import Profile
 from triton_omni.supervisor.model_folder import model_folder
 from triton_omni_client.bench.statistics import percentile
+from triton_omni_client.options import check_writable
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SPOKEN, SPOKEN_S = ROOT / "docs" / "images" / "reply.wav", 1.5
@@ -35,6 +36,7 @@ SPOKEN, SPOKEN_S = ROOT / "docs" / "images" / "reply.wav", 1.5
 VARIANT: Final = Variant(
     "realtime", Profile("realtime", {"thinker": {"max_new_tokens": 80}, "talker": {"max_codes": 600}})
 )
+SESSIONS: Final = (1, 32)
 TURNS: Final = {1: 5}
 """Turns of each kind by number of sessions, where they are not three."""
 
@@ -85,16 +87,18 @@ def main(
     model: Annotated[str, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = "random:tiny",
     mps: Annotated[bool, typer.Option("--mps", help="the server under a CUDA MPS daemon of its own")] = False,
     runs: Annotated[int, typer.Option(min=1, help="how often all is measured")] = 3,
-    sessions: Annotated[str, typer.Option(metavar="N,…", help="sessions at once")] = "1,32",
+    sessions: Annotated[
+        list[int] | None, typer.Option(min=1, help="sessions at once, may be repeated  [default: 1, 32]")
+    ] = None,
 ) -> None:
     """Measure realtime sessions of a server and a gateway of this machine."""
-    counts = [int(count) for count in sessions.split(",")]
+    check_writable(output)
     with (
         tempfile.TemporaryDirectory(prefix="realtime-") as folder,
         serving(VARIANT, ROOT / "model_repository", model_folder(model), Path(folder), mps=mps) as served,
         gateway(served.grpc_url) as address,
     ):
-        found = [asyncio.run(one_run(address, served.metrics_url, counts)) for _ in range(runs)]
+        found = [asyncio.run(one_run(address, served.metrics_url, sessions or SESSIONS)) for _ in range(runs)]
     written = {"figures": figures(Path(model.rpartition(":")[2]).name, found)}
     output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

@@ -65,7 +65,7 @@ def tables(report: Any) -> Iterator[str]:
         SystemExit: the report has no counters.
     """
     for run in report["runs"]:
-        counters: Counted = run["counters"]
+        counters: Counted = run.get("counters", {})
         if not counters:
             raise SystemExit("a run has no counters: give `triton-omni bench` the server's --metrics-url")
         busy: dict[str, float] = {

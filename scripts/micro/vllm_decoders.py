@@ -140,7 +140,6 @@ def plain_thinker_arguments(plan: Plan, engine: EngineSettings, device: torch.de
     ModelRegistry.register_model(_THINKER, Qwen2_5OmniThinkerForConditionalGeneration)
     settings = ThinkerSettings(engine=engine, quantization=plan.quantization)
     dtype = resolve_dtype(settings.dtype, device)
-    media = settings.limits.max_media_items
     apply_thread_share(settings.engine)
     return build_engine_args(
         Path(plan.model),
@@ -150,7 +149,6 @@ def plain_thinker_arguments(plan: Plan, engine: EngineSettings, device: torch.de
         worker_cls=_WORKERS[device.type],
         **quantization_arguments(settings, load_config(Path(plan.model)).four_bit, device, dtype),
         hf_overrides={"architectures": [_THINKER]},
-        limit_mm_per_prompt={"image": media, "audio": media, "video": media},
         renderer_num_workers=settings.preprocess_threads,
         mm_processor_cache_gb=0,
         skip_mm_profiling=True,

@@ -18,6 +18,8 @@ from torch import Tensor
 from importing import more_is_imported
 from processes import UNMEASURED
 from reference.hf import HfReference
+from triton_omni.core import loop_clock
+from triton_omni.core.loop_clock import LoopClock
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,15 @@ def _reference_in_full_float32() -> None:
     """On the CPU no product rounds its inputs, whatever an engine in this process has asked for."""
     for kind in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn):
         kind.fp32_precision = "ieee"
+
+
+@pytest.fixture
+def clock() -> Iterator[LoopClock]:
+    """Of the thread that steps an engine, as a stage's loop has one."""
+    clock = LoopClock()
+    clock.attach()
+    yield clock
+    del loop_clock._of_thread.clock
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -46,6 +46,7 @@ BFLOAT16 = Error(typical=0.02, worst=0.15)
 SAME_WEIGHTS = Error(typical=1e-3, worst=1e-2) if DEVICE.type == "cpu" else BFLOAT16
 """Between two engines in bfloat16. A CPU's kernels round alike; Marlin sums in another order than cuBLAS."""
 TINY = FourBit("awq", 32)
+with_kernel = pytest.mark.usefixtures("kernel")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     packed = ensure_checkpoint(f"tiny-{request.param}")
     return Pair(request.param, packed, write_dequantised(packed, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture
+def kernel() -> None:
+    from triton_omni.vllm_hooks.shared import compat  # noqa: F401 - vLLM's operations are there after it
+
+    if DEVICE.type == "cpu" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM has a kernel of 4-bit weights only for a CPU with AVX-512")
 
 
 def test_the_words_are_those_of_vllm(pair: Pair) -> None:
@@ -103,6 +112,7 @@ def test_a_matrix_without_whole_groups_is_refused() -> None:
         pack(torch.zeros(8, 48), TINY)
 
 
+@with_kernel
 def test_rows_are_those_of_the_dequantised_weights(pair: Pair) -> None:
     hf, prompts = HfReference(pair.plain), thinker_prompts(3, 250)
     ids = tuple(hf.processor.tokenizer(hf.render([{"role": "user", "content": "Tell me about the sea."}]))["input_ids"])
@@ -139,6 +149,7 @@ def assert_within(error: Error, bounds: Error) -> None:
     assert (error.typical <= bounds.typical, error.worst <= bounds.worst) == (True, True), error
 
 
+@with_kernel
 def test_the_attention_of_quantised_layers_is_fused_alone(pair: Pair) -> None:
     """As on a GPU, where the runner asks for it."""
     from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
@@ -207,6 +218,17 @@ def test_a_cpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         quantization.quantization_arguments(ThinkerSettings(), TINY, DEVICE, torch.bfloat16)
 
 
+def test_a_device_that_is_not_vllm_s_is_not_told_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's arguments refuse it, by what it is."""
+    from triton_omni.vllm_hooks.shared import quantization
+
+    monkeypatch.setattr(torch.ops, "_C", object())
+    monkeypatch.setattr(quantization.current_platform, "device_type", "cuda")
+    monkeypatch.setattr(quantization.current_platform, "get_device_capability", lambda _: pytest.fail("it was asked"))
+    assert quantization.quantization_arguments(ThinkerSettings(), TINY, torch.device("cpu"), torch.bfloat16) == {}
+
+
+@with_kernel
 def test_a_misshapen_part_is_named(tmp_path: Path) -> None:
     packed = ensure_checkpoint("tiny-awq")
     for file in packed.iterdir():

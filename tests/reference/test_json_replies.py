@@ -19,6 +19,7 @@ import torch
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, drain, engine_of, run
 from triton_omni.core.errors import BadRequest
+from triton_omni.core.loop_clock import LoopClock
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -83,7 +84,7 @@ def test_replies_are_json_of_their_schemas_and_others_are_as_they_were(
 
 
 def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
-    engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch
+    engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch, clock: LoopClock
 ) -> None:
     from triton_omni.vllm_hooks.shared.incremental_engine import NAP_S
 
@@ -102,6 +103,7 @@ def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
         assert engine.step() == []
         steps += 1
     assert steps <= 0.5 / NAP_S + 1
+    assert "input" in {metric.labels["doing"] for metric in clock.metrics()}
     went_on.set()
     assert json.loads(drain(engine, {"late": Answer()})["late"].text) in COLOUR["enum"]
 

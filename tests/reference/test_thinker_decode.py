@@ -18,7 +18,6 @@ from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, ask, assert_equals_hf, engine_of, token_ids
 from reference.vllm_records import different_records
-from triton_omni.core import loop_clock
 from triton_omni.core.loop_clock import LoopClock
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 
@@ -140,14 +139,6 @@ def test_what_goes_on_is_what_hf_says(pair: Pair, hf: HfReference) -> None:
     assert len(pair.steady) > 40
     for text in texts:
         assert_equals_hf(answers[text], hf.thinker(hf.ask(text), Sampling(max_tokens=64)))
-
-
-@pytest.fixture
-def clock() -> Iterator[LoopClock]:
-    clock = LoopClock()
-    clock.attach()
-    yield clock
-    del loop_clock._of_thread.clock
 
 
 def test_a_stage_s_clock_tells_steps_of_vllm_s_own_from_waits_for_those_that_go_on(

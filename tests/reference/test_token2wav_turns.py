@@ -25,6 +25,7 @@ from triton_omni.token2wav.engine import (
 )
 from triton_omni.token2wav.mel_gather import Due, Spliced
 from triton_omni.token2wav.window_cache import LayerKVCache
+from triton_omni.token2wav.window_times import WindowTimes
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -446,3 +447,25 @@ def assert_sound_is_that_alone(outputs: list[AudioOutput], alone: dict[str, Tens
     assert sorted(output.key for output in outputs if output.final and not output.error) == list(keys)
     for key in keys:
         torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)
+
+
+def test_windows_have_the_time_with_work_and_none_between(
+    engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [MINUTE_NS]
+    monkeypatch.setattr(engine, "_times", WindowTimes(lambda: now[0]))
+    begin(engine, "b")
+    engine.step()
+    engine.abort("b")
+    assert drain(engine) == []
+    windows = 0
+    for _ in range(2):
+        now[0] += MINUTE_NS
+        begin(engine, "a")
+        go_on(engine, "a")
+        engine.step()
+        now[0] += 2_000_000_000
+        windows += len(drain(engine))
+    found = engine.stats().windows
+    assert sum(seconds.count for seconds in found.values()) == windows
+    assert {kind: seconds.total for kind, seconds in found.items() if seconds.total} == {"first": 4.0}

@@ -262,8 +262,26 @@ def test_realtime_sessions_are_measured_with_options_that_are_taken(recorded: Re
     app = typer.Typer()
     app.command()(script("realtime_served").main)
     parameters = parsed(app, command[1:])
-    assert (parameters["model"], parameters["mps"], parameters["sessions"]) == ("random:7b", True, "1,32")
+    assert (parameters["model"], parameters["mps"]) == ("random:7b", True)
     assert parameters["output"].parent.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sessions", "0"], "'--sessions': Input should be greater than or equal to 1"),
+        (["--sessions", "1,32"], "'--sessions': Input should be a valid integer"),
+        (["-o", "missing/realtime.json"], "missing/realtime.json: its folder does not exist"),
+    ],
+)
+def test_realtime_sessions_that_cannot_be_measured_are_refused_before_a_server_starts(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(script("realtime_served").main)
+    ended = CliRunner().invoke(app, ["-o", "realtime.json", *arguments])
+    assert (ended.exit_code, sentence in " ".join(ended.output.replace("│", " ").split())) == (2, True), ended.output
 
 
 def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:

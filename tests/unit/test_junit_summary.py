@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "junit_summary.py"))
 TESTS = """
@@ -62,3 +63,11 @@ def test_outcomes_are_told_by_file_and_failures_with_their_tracebacks(
     assert len(found["slowest"]) == 5
     assert found["versions"]["gpu"]
     assert len(found["date"]) == len("2026-11-28")
+
+
+def test_what_a_run_left_unfinished_is_refused(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text("<testsuites><testsuite>")
+    with pytest.raises(typer.BadParameter, match=r"report\.xml: .*; give the XML of a run that ended$"):
+        SCRIPT["main"](report, tmp_path / "summary.json")
+    assert not (tmp_path / "summary.json").exists()

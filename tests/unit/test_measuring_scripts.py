@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import soundfile
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import run_gateway
-from realtime_client import WHOLE, speech
+from realtime_client import WHOLE, chat_of, speech
 from triton_omni.core.settings import Token2WavSettings
 from triton_omni.token2wav.sampler import FlowOptions
 
@@ -78,8 +79,10 @@ def test_times_of_realtime_sessions_are_told_by_kind(tmp_path: Path, capsys: pyt
     question = tmp_path / "question.wav"
     soundfile.write(question, speech(0.8), 24_000)
 
-    def long(_request: Any, context: Any) -> Iterator[Any]:
-        for _ in range(50):
+    def long(request: Any, context: Any) -> Iterator[Any]:
+        # The last reply of a session is asked for after another one. It goes on until it is interrupted.
+        interrupted = chat_of(request)[-1]["role"] == "assistant"
+        for _ in itertools.count() if interrupted else range(5):
             yield chunk(text="word ", audio=np.zeros(2400, np.float32))
             if not context.is_active():
                 return

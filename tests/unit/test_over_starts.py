@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import typer
 
 from triton_omni_client.bench.records import Chunk, Load, RequestRecord
 from triton_omni_client.bench.report import Report, Run
@@ -44,3 +45,9 @@ def test_starts_and_runs_are_put_together(tmp_path: Path, capsys: pytest.Capture
     columns = rows[0].index("first_audio_p50")
     assert [row[0] for row in rows[2:]] == ["listeners-96", "listeners-128", "one", "one"]
     assert {row[1]: row[columns] for row in rows[4:]} == {"plain": "147.0 (146.0 to 150.0)", "shipped": "150.0"}
+
+
+def test_folders_without_a_report_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.json").write_text("{}")
+    with pytest.raises(typer.BadParameter, match=r"^no report VARIANT/LOAD\.json in "):
+        SCRIPT["main"]([tmp_path])

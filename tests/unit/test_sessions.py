@@ -68,10 +68,17 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
         wait_for(lambda: bool(p.engines[0].open_keys))
         time.sleep(0.05)
         assert p.engines[0].steps == 0
+        wait_for(lambda: "claim" in doings(p.thinker))
+        assert "step" not in doings(p.thinker)
         claimed.clear()
         wait_for(lambda: p.engines[1].steps > 0)
         finished(ensemble)
         p.wait_until_empty()
+
+
+def doings(stage):
+    """What a stage's loop has spent time on."""
+    return {metric.labels["doing"] for metric in stage.metrics() if metric.name == "omni_loop_seconds_total"}
 
 
 def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatch):
@@ -125,6 +132,7 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
         reply = p.ask("12345")
         finished(reply)
         p.wait_until_empty()
+        assert "pause" in doings(p.thinker)
     # The first five rows are those of the prompt's step and of five more.
     assert rested
     assert min(rested) >= 6

@@ -76,3 +76,5 @@ def test_a_report_without_counters_is_refused(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["runs"][0]["counters"] == {}
     with pytest.raises(SystemExit, match="--metrics-url"):
         SCRIPT["main"]([report])
+    with pytest.raises(SystemExit, match="--metrics-url"):
+        list(SCRIPT["tables"]({"runs": [{}]}))

@@ -39,7 +39,7 @@ class EngineHealth:
             self.stats = self._engine.stats()
 
     def waits_for(self, rule: Doing | None = None) -> Doing:
-        """Return what a stage without work waits for, which a `rule` may keep from work."""
+        """Return what a stage waits for while it does no work; `rule` is what keeps it from work, if anything does."""
         return (rule or "input") if self.stats.running else "idle"
 
     def stage_stats(self, sessions: int, held: int) -> StageStats:

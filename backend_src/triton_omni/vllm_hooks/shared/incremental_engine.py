@@ -29,7 +29,8 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, IncrementalScheduleMixin) else None
     given = _whole_step(client) if step is None else _go_on(core, runner, step)
     if not given and core.scheduler.idle and _nobody_goes_on(core):
-        time.sleep(NAP_S)
+        with SpentOn("input"):
+            time.sleep(NAP_S)
     return given
 
 

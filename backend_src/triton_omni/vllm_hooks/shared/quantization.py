@@ -63,14 +63,15 @@ def _check_four_bit(settings: ThinkerSettings, four_bit: FourBit, device: torch.
         )
     if settings.engine.deterministic:
         raise SettingsError(f"engine.deterministic: true has no kernel for {weights}; use false")
-    capability = current_platform.get_device_capability(device.index or 0)
+    on_gpu = device.type == "cuda"
+    capability = current_platform.get_device_capability(device.index or 0) if on_gpu else None
     if capability is not None and capability.to_int() < _OLDEST_GPU:
         raise SettingsError(
             f"device: {device} has compute capability {capability.as_version_str()}, {weights} need "
             f"{_OLDEST_GPU / 10} or more; serve a checkpoint that is not quantised"
         )
-    # vLLM compiles it for AVX-512 alone.
-    if device.type == "cpu" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+    # vLLM compiles it for AVX-512 alone. A vLLM of another platform is refused with the engine's arguments.
+    if device.type == current_platform.device_type == "cpu" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         raise SettingsError(
             f"device: this CPU has no AVX-512, {weights} need it; serve a checkpoint that is not quantised, or on a GPU"
         )
