@@ -58,7 +58,7 @@ def test_a_gateway_that_is_gone_is_told(at: Visit) -> None:
 
 def test_a_session_that_broke_is_followed_by_one_that_knows_what_was_said(browser: Any, triton: FakeTriton) -> None:
     triton.script = story(SPEECH[:RATE], text="The sea.")
-    limits = RealtimeLimits(session_seconds=4)
+    limits = RealtimeLimits(session_seconds=8)
     with run_gateway(triton.url, realtime=limits) as gateway, visit(browser, gateway.base) as at:
         at.state("ready")
         at.write("one")
