@@ -69,7 +69,7 @@ class DiT(nn.Module):
         self.register_buffer("rotary_frequencies", frequencies, persistent=False)
 
     def free_products(self) -> None:
-        """Free the weights of attention and feed-forward, which only `forward` reads: it cannot be called after this."""
+        """Free the weights of attention and feed-forward, which only `forward` reads; do not call it after this."""
         for layer in self.transformer_blocks:
             del layer.attn, layer.ff
 
