@@ -76,7 +76,10 @@ REFUSED: Mapping[str, tuple[Inputs, str]] = {
     "not UTF-8": (with_text(b"\xff\xfe"), "text_input: byte 0"),
     "an encoded surrogate": (with_text(b"a\xed\xa0\x80"), "text_input: byte 1"),
     "100 MB of text": (with_text(b"a" * (100 << 20)), "text_input: 104857600 bytes, the limit is 8192"),
-    "30 MB of brackets": ({"messages": [b"[" * (30 << 20)]}, "messages: 31457280 bytes besides base64 media, the limit is 8192"),
+    "30 MB of brackets": (
+        {"messages": [b"[" * (30 << 20)]},
+        "messages: 31457280 bytes besides base64 media, the limit is 8192",
+    ),
     "deep messages": ({"messages": [b"[" * 4000 + b"]" * 4000]}, "messages: nested deeper than 32"),
     "deep parameters": (with_parameters('{"a":' * 4000), "sampling_parameters: nested deeper than 32"),
     "half a surrogate pair": (with_messages([{"role": "user", "content": "\ud800"}]), "unpaired surrogate U+D800"),

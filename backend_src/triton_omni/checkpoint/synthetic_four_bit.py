@@ -12,8 +12,8 @@ Sources of the format, none of them the published files themselves:
 - AutoAWQ's `WQLinear_GEMM.from_linear` and vLLM's `auto_awq.py` have AWQ's packing, GPTQModel's `pack` and vLLM's
   `auto_gptq.py` have GPTQ's. GPTQModel, too, writes `quantization_config` at the top level.
 
-Whether the published GPTQ file has `desc_act` is not known: gptqmodel 2.0.0 has it on unless told otherwise, and Qwen's
-GPTQ-Int4 checkpoints of Qwen2 have it off.
+No source tells if the published GPTQ file has `desc_act`. By default gptqmodel 2.0.0 switches it on. Qwen's GPTQ-Int4
+checkpoints of Qwen2 have it off.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MIDDLE = 8
 _BITS, _A_WORD = 4, 8
 """Bits of a code, and codes of an int32."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs AWQ keeps in each of a word's codes, from the lowest bits up."""
+"""AWQ's order of eight neighbouring outputs in a word, from the lowest bits up."""
 _SCALE_BITS = 4
 _SMALLEST_SCALE = 2.0**-14
 """Float16's smallest normal number, for groups of zeros."""
 
 
 def is_four_bit(name: str) -> bool:
-    """Whether the published checkpoints have quantised the matrix of this name."""
+    """Return True if the published checkpoints have quantised the matrix of this name."""
     return _DECODER.fullmatch(name) is not None
 
 

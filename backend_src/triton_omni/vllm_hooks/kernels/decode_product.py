@@ -191,7 +191,7 @@ def _split_product(
     wait_for_inputs(EARLY)
     part, row, first = tl.program_id(1), tl.arange(0, ROWS), tl.program_id(0) * COLUMNS
     summed = tl.zeros([COLUMNS, ROWS], tl.float32)
-    # As often for every part: after a loop that might not run at all, ptxas has each step of the tensor cores wait for
+    # The same count for every part: where a loop may not run at all, ptxas makes each step of the tensor cores wait for
     # the one before (its warning C7515).
     for step in range(SHARE // STRIDE):
         at = part * SHARE + step * STRIDE
