@@ -5,19 +5,10 @@ import asyncio
 import json
 
 from openai import AsyncOpenAI
+from weather import FUNCTION
 
 MODEL = "qwen2_5_omni"
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather in a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
+WEATHER = {"type": "function", **FUNCTION}
 
 
 async def done(connection):

@@ -4,23 +4,10 @@
 import json
 
 from openai import OpenAI
+from weather import FUNCTION
 
 client = OpenAI()
-city = {"type": "string", "enum": ["Paris", "Rome"]}
-weather = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": city},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-        "strict": True,
-    },
-}
+weather = {"type": "function", "function": {**FUNCTION, "strict": True}}
 messages = [{"role": "user", "content": "What is the weather in Paris?"}]
 chat = {"model": "qwen2_5_omni", "tools": [weather]}
 first = client.chat.completions.create(**chat, messages=messages, tool_choice="required").choices[0]
