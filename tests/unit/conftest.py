@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ledgers of unit tests out of /dev/shm, since a run that is killed leaves nothing on the machine, and what a
-stage sets for its process to its own test."""
+"""A gateway before a fake Triton server, for whichever test asks for one.
+
+It also keeps the ledgers of unit tests out of /dev/shm, since a run that is killed leaves nothing on the machine, and
+what a stage sets for its process to its own test.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from client_fakes import FakeTriton, serve_grpc
+from gateway_fakes import RunningGateway, run_gateway
+from realtime_client import greeting
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.session import server_folder
@@ -47,3 +53,17 @@ def hang_up_ends() -> Iterator[None]:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, earlier)
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    """A server whose replies greet; modules with another script have their own."""
+    with serve_grpc(FakeTriton(greeting)) as fake:
+        yield fake
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
+    """The gateway as it is by default, before that server."""
+    with run_gateway(triton.url) as running:
+        yield running

@@ -35,12 +35,6 @@ def triton() -> Iterator[FakeTriton]:
         yield fake
 
 
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
-
-
 def messages_of(triton: FakeTriton) -> Any:
     return json.loads(inputs_of(triton.requests[-1])["messages"][0])
 

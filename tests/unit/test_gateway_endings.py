@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
-from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway
 from triton_omni_client.audio import pcm16_from_waveform
 
 SOUND = np.full(480, 0.25, np.float32)
@@ -25,12 +25,6 @@ ASKED = {"model": MODEL, "input": "The sea."}
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton()) as fake:
         yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 def ending(**reasons: str) -> Any:

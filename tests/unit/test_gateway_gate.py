@@ -31,12 +31,6 @@ def triton() -> Iterator[FakeTriton]:
 
 
 @pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
-
-
-@pytest.fixture
 def locked(triton: FakeTriton) -> Iterator[RunningGateway]:
     with run_gateway(triton.url, keys=KEYS) as running:
         yield running

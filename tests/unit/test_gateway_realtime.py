@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
+from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, tell
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from media_samples import image_file
 from realtime_client import MANUAL, WHOLE, Talk, chat_of, greeting, noise, talk
@@ -21,18 +21,6 @@ from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
 
 MANUAL_AUDIO = MANUAL["audio"]
 TEXT = {"output_modalities": ["text"], "audio": MANUAL_AUDIO}
-
-
-@pytest.fixture
-def triton() -> Iterator[FakeTriton]:
-    with serve_grpc(FakeTriton(greeting)) as fake:
-        yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 async def test_a_written_question_is_answered_in_text(triton: FakeTriton, gateway: RunningGateway) -> None:

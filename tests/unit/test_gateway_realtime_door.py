@@ -17,27 +17,15 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from client_fakes import FakeTriton, chunk, final, serve_grpc
+from client_fakes import FakeTriton, chunk, final
 from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
-from realtime_client import MANUAL, greeting, noise, talk
+from realtime_client import MANUAL, noise, talk
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.realtime.limits import RealtimeLimits
 from triton_omni_gateway.realtime.secrets import ClientSecrets
 
 SESSIONS = "omni_gateway_realtime_sessions"
-
-
-@pytest.fixture
-def triton() -> Iterator[FakeTriton]:
-    with serve_grpc(FakeTriton(greeting)) as fake:
-        yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from client_fakes import FakeTriton, chunk, final, parameters_of, serve_grpc
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import RunningGateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, talk
 
 WEATHER = {
@@ -43,12 +43,6 @@ def calling(_request: Any, _context: Any) -> Iterator[Any]:
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton(calling)) as fake:
         yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 async def test_a_reply_speaks_and_calls_functions(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -33,12 +33,6 @@ def triton() -> Iterator[FakeTriton]:
         yield fake
 
 
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
-
-
 async def test_turns_are_found_and_written_down(triton: FakeTriton, gateway: RunningGateway) -> None:
     """As LiveKit opens it: its address names a model of OpenAI's."""
     transcription = {"model": "gpt-transcribe", "languages": ["en", "de"], "keywords": ["sea"]}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
+from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of
 from gateway_fakes import RunningGateway, run_gateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, speech, talk
 from triton_omni_client.listening import HEARD_RATE, REACH, WINDOW
@@ -36,18 +36,6 @@ def hints_of(triton: FakeTriton) -> list[Any]:
 def asked_of(triton: FakeTriton) -> list[Any]:
     """All others."""
     return [request for request in triton.requests if not parameters_of(request).get("prefill_only")]
-
-
-@pytest.fixture
-def triton() -> Iterator[FakeTriton]:
-    with serve_grpc(FakeTriton(greeting)) as fake:
-        yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 async def test_a_session_that_says_nothing_is_listened_to(triton: FakeTriton, gateway: RunningGateway) -> None:

@@ -33,12 +33,6 @@ def triton() -> Iterator[FakeTriton]:
         yield fake
 
 
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
-
-
 def speak(gateway: RunningGateway, **options: Any) -> Any:
     asked = {"model": MODEL, "voice": "Chelsie", "input": "The sea.", "response_format": "wav"}
     return gateway.openai.audio.speech.create(**{**asked, **options})

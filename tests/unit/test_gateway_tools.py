@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, USER, RunningGateway
 from unit.test_client_tools import ACCOUNT, CALLS, PIECES, TOOL, calling
 
 AUDIO = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "wav"}}
@@ -32,12 +32,6 @@ def silent(_request: Any, _context: Any) -> Iterator[Any]:
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton(script=calling)) as fake:
         yield fake
-
-
-@pytest.fixture
-def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
-    with run_gateway(triton.url) as running:
-        yield running
 
 
 def messages_of(triton: FakeTriton) -> Any:
