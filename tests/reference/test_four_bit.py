@@ -19,6 +19,7 @@ from reference.dequantised import codes_of, dequantised, parts_of, tensors_of, w
 from reference.hf import HfReference
 from reference.talker.rig import DEVICE
 from reference.teacher_forcing import (
+    BFLOAT16,
     Error,
     Trace,
     relative_error,
@@ -41,8 +42,6 @@ from triton_omni.session.engine import Sampling
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 TOKENS = 24
-BFLOAT16 = Error(typical=0.02, worst=0.15)
-"""As `test_precision.py` bounds plain weights in bfloat16 against float32."""
 SAME_WEIGHTS = Error(typical=1e-3, worst=1e-2) if DEVICE.type == "cpu" else BFLOAT16
 """Between two engines in bfloat16. A CPU's kernels round alike; Marlin sums in another order than cuBLAS."""
 TINY = FourBit("awq", 32)
