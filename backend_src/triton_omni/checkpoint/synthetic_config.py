@@ -6,6 +6,7 @@ Knows configurations only; the weights are drawn in `synthetic_weights.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
 Size = Literal["tiny", "3b", "7b"]
 SIZES: tuple[Size, ...] = ("tiny", "3b", "7b")
 FOUR_BIT_METHODS: tuple[FourBitMethod, ...] = get_args(FourBitMethod)
-NAMES = tuple(f"{size}{end}" for size in SIZES for end in ("", *(f"-{method}" for method in FOUR_BIT_METHODS)))
+
+
+def _checkpoints() -> Iterator[tuple[str, tuple[Size, FourBit | None]]]:
+    for size in SIZES:
+        yield size, (size, None)
+        # The published groups would be wider than the tiny matrices.
+        group_size = 32 if size == "tiny" else 128
+        for method in FOUR_BIT_METHODS:
+            yield f"{size}-{method}", (size, FourBit(method, group_size))
+
+
+_CHECKPOINTS = dict(_checkpoints())
+NAMES = tuple(_CHECKPOINTS)
 """Of the synthetic checkpoints: a size, and how the thinker's decoder is quantised."""
 
 SPECIAL_TOKENS = (
@@ -107,14 +120,9 @@ def vocabulary(size: Size) -> Vocabulary:
 
 def split_name(name: str) -> tuple[Size, FourBit | None]:
     """The size that one of `NAMES` says, and how the decoder is quantised; a ValueError for any other name."""
-    for size in SIZES:
-        for method in FOUR_BIT_METHODS:
-            if name == f"{size}-{method}":
-                # The published groups would be wider than the tiny matrices.
-                return size, FourBit(method, 32 if size == "tiny" else 128)
-        if name == size:
-            return size, None
-    raise ValueError(f"{name!r} is none of {', '.join(NAMES)}")
+    if name not in _CHECKPOINTS:
+        raise ValueError(f"{name!r} is none of {', '.join(NAMES)}")
+    return _CHECKPOINTS[name]
 
 
 def omni_config(size: Size) -> Qwen2_5OmniConfig:
