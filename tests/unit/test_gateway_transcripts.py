@@ -329,7 +329,13 @@ def test_an_error_in_the_middle_ends_the_answer(triton: FakeTriton, gateway: Run
 
 
 def test_leaving_cancels_all_windows_on_the_server(triton: FakeTriton, gateway: RunningGateway) -> None:
-    triton.script = triton.endless
+    both_are_asked = threading.Barrier(2, timeout=TIMEOUT_S)
+
+    def script(request: Any, context: Any) -> Iterator[Any]:
+        both_are_asked.wait()
+        yield from triton.endless(request, context)
+
+    triton.script = script
     body = {"data": {"model": MODEL, "stream": "true"}, "files": {"file": ("said.mp3", LONG)}}
     with gateway.http.stream("POST", PATH, **body) as answer:
         assert "Hello" in next(answer.iter_text())
