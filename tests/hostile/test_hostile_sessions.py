@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,15 @@ def event(kind: str, **fields: Any) -> bytes:
 def opened(gateway: RunningGateway, receive_bytes: int | None = None) -> socket.socket:
     """A session's connection that has read its first event."""
     host, port = gateway.base.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.settimeout(TIMEOUT_S)
-    if receive_bytes is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    connection.connect((host, int(port)))
-    connection.sendall(UPGRADE)
-    read_until(connection, b"session.created")
+    with ExitStack() as on_failure:
+        connection = on_failure.enter_context(socket.socket())
+        connection.settimeout(TIMEOUT_S)
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect((host, int(port)))
+        connection.sendall(UPGRADE)
+        read_until(connection, b"session.created")
+        on_failure.pop_all()
     return connection
 
 

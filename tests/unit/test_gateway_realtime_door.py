@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,10 @@ import websockets
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from client_fakes import FakeTriton, chunk, final
+from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
-from realtime_client import MANUAL, noise, talk
+from realtime_client import MANUAL, greeting, noise, talk
+from triton_omni_gateway import pool
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.realtime.limits import RealtimeLimits
@@ -198,6 +200,34 @@ async def test_a_client_that_answers_no_ping_is_gone(triton: FakeTriton) -> None
         assert await reader.readuntil(b"session.created")
         await until(lambda: gateway.metric(SESSIONS) == 0)
         writer.close()
+
+
+class Silent(FakeTriton):
+    """Tells nothing of its models until it may."""
+
+    def __init__(self) -> None:
+        super().__init__(greeting)
+        self.may_tell = threading.Event()
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.may_tell.wait(TIMEOUT_S)
+        return super().RepositoryIndex(request, context)
+
+
+async def test_a_session_is_heard_and_ends_while_triton_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response asks for the server's limits; until then no session waits for them."""
+    monkeypatch.setattr(pool, "ASK_S", TIMEOUT_S)
+    triton, limits = Silent(), RealtimeLimits(max_sessions=2)
+    with serve_grpc(triton), run_gateway(triton.url, realtime=limits) as gateway:
+        async with talk(gateway.base, audio=MANUAL["audio"]) as other:
+            for _ in range(3):
+                async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+                    await session.say("Here.")
+                    await session.asked("response.create", "response.created")
+                await until(lambda: gateway.metric(SESSIONS) == 1)
+            triton.may_tell.set()
+            await other.say("Still here.")
+            assert (await other.asked("response.create", "response.done")).response.status == "completed"
 
 
 async def test_an_event_that_is_too_long_ends_its_session_alone(triton: FakeTriton) -> None:

@@ -81,7 +81,6 @@ class Answers:
         self._servers, self._limits, self._items = servers, limits, items
         self._put, self._room, self._ended, self._dropped = outbox.put, outbox.room, ended, dropped
         self._salt = secrets.token_urlsafe(24)
-        self._server_limits: Mapping[str, Any] = {}
         self._tasks: dict[Response, asyncio.Task[None]] = {}
         self._streams: dict[Response, PooledStream] = {}
         self._hints: weakref.WeakSet[PooledStream] = weakref.WeakSet()
@@ -95,10 +94,6 @@ class Answers:
         """The response that is added to the conversation."""
         return next((one for one in self._tasks if one.asked.in_conversation and not one.is_over), None)
 
-    async def learn(self) -> None:
-        """Ask the server once for its limits."""
-        self._server_limits = await self._servers.request_limits()
-
     def create(self, response: Response) -> None:
         """Begin a response.
 
@@ -106,8 +101,6 @@ class Answers:
             GatewayError: 400, another one is under way.
         """
         self._check_free(response)
-        if response.asked.given is None:
-            self._trim()
         response.begin()
         task = asyncio.create_task(self._answer(response))
         self._tasks[response] = task
@@ -191,6 +184,8 @@ class Answers:
 
     async def _answer(self, response: Response) -> None:
         try:
+            if response.asked.given is None:
+                self._trim(await self._servers.request_limits())
             while await self._is_too_long(response):
                 pass
         except Exception:
@@ -248,9 +243,9 @@ class Answers:
         rule = self.config.truncation
         return rule.retention_ratio if isinstance(rule, RetentionRatio) else _RETAINED
 
-    def _trim(self) -> None:
-        """Drop the oldest items of a conversation that is too long, by OpenAI's rule."""
-        rule, longest = self.config.truncation, self._server_limits.get("max_prompt_tokens")
+    def _trim(self, limits: Mapping[str, Any]) -> None:
+        """Drop the oldest items of a conversation that is too long for the server, by OpenAI's rule."""
+        rule, longest = self.config.truncation, limits.get("max_prompt_tokens")
         if rule == "disabled":
             return
         limit = None if longest is None else longest * (1 - _FOR_THE_REPLY) - len(self.config.instructions or "") / 3

@@ -138,7 +138,7 @@ class Realtime:
 
 async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
     """Take the client's events until it leaves."""
-    await session.begin()
+    session.begin()
     while True:
         await outbox.room(of_client=True)
         message = await socket.receive()

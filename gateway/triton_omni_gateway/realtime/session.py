@@ -92,10 +92,9 @@ class Session:
     def _listen(self) -> AsyncListening[Media] | None:
         return self._answers.listen() if self._answers_turns else None
 
-    async def begin(self) -> None:
+    def begin(self) -> None:
         """Tell the client that it is there."""
         self._put(server_event("session.created", session=self._told()))
-        await self._answers.learn()
 
     def close(self) -> None:
         """End all that it has under way."""
