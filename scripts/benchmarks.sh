@@ -5,14 +5,14 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `listeners` and `caches` longer; `apart` and `replicas` need two
-# GPUs. Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL:
-# instead of random weights. STARTS ("1 2 3") and PRESETS ("reference fast"): a share of `caches`, of `presets` and `many`;
+# After `./build.sh setup`. A part takes two to ten minutes, `listeners`, `caches` and `apart` longer; `apart` needs two GPUs.
+# Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
+# of random weights. STARTS ("1 2 3") and PRESETS ("reference fast"): a share of `caches`, of `presets` and `many`;
 # `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
-    caches presets many realtime crowd_time apart replicas quality four_bit memory)
+    caches presets many realtime crowd_time apart quality four_bit memory)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -33,13 +33,12 @@ micro() { # micro PART SIZE OPTIONS...: stages alone
 ONE='one=--concurrency 1 --requests 8'
 EIGHT='eight=--concurrency 8 --requests 32'
 TOGETHER='together=--concurrency 32 --requests 96'
-AFTER='after=--concurrency 32 --requests 96 --ramp-up 8'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
 LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
 
 part_served() {
     compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \
-        --load "$EIGHT" --load "$TOGETHER" --load "$AFTER" --load "$LISTENERS" \
+        --load "$EIGHT" --load "$TOGETHER" --load 'after=--concurrency 32 --requests 96 --ramp-up 8' --load "$LISTENERS" \
         --load 'text=--concurrency 1,32 --requests 64 --text-only'
 }
 
@@ -184,9 +183,10 @@ part_presets() { # evaluations of the flow against listeners that hear no gap
     presets presets '' '' 32 48 64
 }
 
+CROWD='{"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}}' # room for 128 streams
+
 part_many() { # the same with room for 128 streams
-    local room='{"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}}'
-    presets many "\"thinker\": $room, \"talker\": $room," '"max_streams": 128,' 96 128
+    presets many "\"thinker\": $CROWD, \"talker\": $CROWD," '"max_streams": 128,' 96 128
 }
 
 part_realtime() { # sessions of a gateway before a server, 1 and 32
@@ -205,14 +205,15 @@ part_crowd_time() { # where each stage's time goes with 32 and 48 listeners of r
         "$PYTHON" "$ROOT/scripts/stage_time.py" "${reports[@]}" | tee "$OUT/crowd_time/stage_time.md"
 }
 
-part_apart() { # token2wav on a GPU of its own
-    compare apart 7b --variant shipped --variant 'apart={"gpus": "token2wav=1"}' --load "$ONE" \
-        --load "$EIGHT" --load "$TOGETHER" --load "$LISTENERS"
-}
-
-part_replicas() {
-    compare replicas 7b --variant one --variant 'two={"replicas": 2, "bench": "--concurrency 64 --requests 192"}' \
-        --load "$AFTER"
+part_apart() { # one GPU, token2wav on another one, two replicas
+    local places room="\"thinker\": $CROWD, \"talker\": $CROWD, \"token2wav\": {\"max_streams\": 128}"
+    local loads=(--load "$ONE" --load "$TOGETHER")
+    for places in 64 96 128; do
+        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
+    done
+    compare apart 7b --variant "shipped={$room}" --variant "apart={$room, \"gpus\": \"token2wav=1\"}" \
+        --variant "replicas={$room, \"replicas\": 2}" "${loads[@]}" &&
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/apart"
 }
 
 part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against whole replies at ten points in float32

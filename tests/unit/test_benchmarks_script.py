@@ -82,7 +82,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         ("micro", 7),
         ("compare", 1),
         ("micro", 1),
-        ("compare", 11),
+        ("compare", 10),
         ("micro", 3),
         ("compare", 3),
     ]
