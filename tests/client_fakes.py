@@ -25,6 +25,10 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor  # type: ignore[import-untyped]
 
+PATIENCE_S = 60.0
+"""How long a test waits for what is to come, and a script for its client to leave: no machine is so slow."""
+TIMEOUTS = (0.5, 4.0, 32.0)
+"""Of requests that are to run out of time at the server: where one did so on its way there, the next may not."""
 Response: TypeAlias = Any  # service_pb2.ModelStreamInferResponse; the package is untyped
 Samples = NDArray[np.float32]
 INFO = {
@@ -161,25 +165,28 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         return service_pb2.ModelConfigResponse(config=self.configs[request.name])
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Response]:  # noqa: N802
-        context.add_callback(self._note_cancel)
+        is_whole = threading.Event()
+
+        def note_end() -> None:
+            if not is_whole.is_set():
+                self.cancelled.set()
+
+        context.add_callback(note_end)
         for request in request_iterator:
             self.requests.append(request)
             yield from self.script(request, context)
+        is_whole.set()
         self.finished.set()
-
-    def _note_cancel(self) -> None:
-        if not self.finished.is_set():
-            self.cancelled.set()
 
     def endless(self, _request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         """A script that sends one chunk and then nothing, until the client goes away."""
         yield chunk(text="Hello", audio=np.full(480, 0.25, np.float32))
-        self.cancelled.wait(10)
+        self.cancelled.wait(PATIENCE_S)
 
     def unending(self, _request: Any, _context: grpc.ServicerContext) -> Iterator[Response]:
         """A script that sends a whole reply and never its end, as Triton does when a stage dies in between."""
         yield from (chunk(text="Hello"), chunk(info=INFO))
-        self.cancelled.wait(10)
+        self.cancelled.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -193,7 +200,7 @@ def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40
     try:
         yield fake
     finally:
-        server.stop(None).wait(5)
+        server.stop(None).wait(PATIENCE_S)
         pool.shutdown()
 
 

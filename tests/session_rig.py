@@ -22,7 +22,7 @@ from triton_omni.token2wav.stage import Token2WavStage
 
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
-WAIT_S = 30.0
+WAIT_S = 60.0
 ROW_PLACES, CODE_PLACES = 4, 6
 """Few, so that they go round."""
 BY_RING = False
