@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from client_fakes import FakeTriton, bytes_tensor, serve_grpc
+from client_fakes import PATIENCE_S, FakeTriton, bytes_tensor, serve_grpc
 from triton_omni_client import (
     AsyncOmniClient,
     AsyncStream,
@@ -42,11 +43,15 @@ def files() -> list[Path]:
 
 @dataclass
 class SharingTriton(FakeTriton):
-    """Keeps the contents of what is registered; `holds` it against so many calls to let go of it, or while called."""
+    """Keeps the contents of what is registered; `holds` it against so many calls to let go of it, or while called.
+
+    Where `holds_on` it does so until a test says otherwise.
+    """
 
     refusal: str = ""
     holds: int = 0
     holds_while_called: bool = False
+    holds_on: bool = False
     contents: dict[str, bytes] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
 
@@ -58,11 +63,18 @@ class SharingTriton(FakeTriton):
         return service_pb2.SystemSharedMemoryRegisterResponse()
 
     def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if self.holds or (self.holds_while_called and not self.cancelled.is_set()):
+        if self.holds or self.holds_on or (self.holds_while_called and not self.cancelled.is_set()):
             self.holds = max(0, self.holds - 1)
             context.abort(grpc.StatusCode.INTERNAL, f"Cannot unregister '{request.name}', it is currently in use")
         self.registered.discard(request.name)
         return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client gives no server up that is only slow."""
+    monkeypatch.setattr(shared_media, "RELEASE_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(shared_media, "CALL_SECONDS", PATIENCE_S)
 
 
 @pytest.fixture
@@ -112,7 +124,7 @@ def client(triton: SharingTriton, request: pytest.FixtureRequest) -> Iterator[Cl
 
 def soon(condition: Callable[[], bool]) -> bool:
     """Whether that is so before long: the asyncio client shares on threads."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     return condition()
@@ -220,15 +232,14 @@ def test_a_forgotten_request_is_cancelled_before_its_memory_is_asked_back(triton
 
 
 async def test_a_reply_that_a_task_forgets_leaves_nothing_and_keeps_no_loop_waiting(triton: SharingTriton) -> None:
-    triton.script, triton.holds = triton.endless, 50
+    triton.script, triton.holds_on = triton.endless, True
     async with AsyncOmniClient(triton.url, shared_memory=True) as client:
         stream = client.stream(Request.ask("what?", MEDIA))
         await anext(stream)
-        begin = time.monotonic()
         del stream
         gc.collect()
         await asyncio.sleep(0)
-        assert time.monotonic() - begin < 50 * shared_media.POLL_SECONDS
+        triton.holds_on = False  # not before: a loop that waits gives the region up, which stays
         assert await asyncio.to_thread(soon, lambda: not triton.registered and not files())
 
 
@@ -236,13 +247,19 @@ async def test_a_task_that_is_cancelled_while_its_media_are_shared_leaves_nothin
     triton: SharingTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = shared_media._filled
+    begun, left = threading.Event(), threading.Event()
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.3)
+        begun.set()
+        left.wait(PATIENCE_S)
         return filled(*args)
 
     monkeypatch.setattr(shared_media, "_filled", slowly)
     async with AsyncOmniClient(triton.url, shared_memory=True) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.say("what?", MEDIA), 0.1)
+        task = asyncio.create_task(client.say("what?", MEDIA))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left.set()
     assert (len(triton.contents), triton.registered, files(), triton.requests) == (1, set(), [], [])
