@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -22,10 +21,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import triton_omni_client
-from client_fakes import FakeTriton, chosen_of, chunk, failure, greeting, inputs_of, serve_grpc
+from client_fakes import PATIENCE_S, FakeTriton, chosen_of, chunk, failure, greeting, inputs_of, serve_grpc
 from fake_sound import SoundDevice, plug_in
 from media_samples import audio_file, image_file
-from triton_omni_client import cli
+from triton_omni_client import Player, cli
 from triton_omni_client.audio import WavDecoder
 
 WORDS = "one two three four five six seven eight nine ten"
@@ -131,13 +130,22 @@ def test_replies_are_played_one_after_another(server: FakeTriton, monkeypatch: p
 def test_a_reply_stopped_while_it_is_played_is_kept_as_far_as_it_was_heard(
     server: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stopped = threading.Event()
+
     class Listener(SoundDevice):
         def write(self, data: Any) -> None:
             super().write(data)
             if len(self.played) == 24_000:
                 signal.raise_signal(signal.SIGINT)
-                time.sleep(30 * 0.05)
+                stopped.wait(PATIENCE_S)
 
+    class Stopped(Player):
+        def stop(self) -> float:
+            heard = super().stop()
+            stopped.set()
+            return heard
+
+    monkeypatch.setattr("triton_omni_client.commands.chat.Player", Stopped)
     device = plug_in(monkeypatch, Listener())
     device.latency = 0.0
 
@@ -148,7 +156,7 @@ def test_a_reply_stopped_while_it_is_played_is_kept_as_far_as_it_was_heard(
         gone = threading.Event()
         context.add_callback(gone.set)
         yield chunk(text=WORDS, audio=np.zeros(10 * 24_000, np.float32))
-        gone.wait(10)
+        gone.wait(PATIENCE_S)
 
     server.script = script
     result = chat("Count", "Go on", url=server.url, options=("--play", "--json"))
@@ -178,7 +186,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 20.0) -> None:
+    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < deadline, f"{text!r} is not in {self.seen!r}"
@@ -187,16 +195,14 @@ class Terminal:
         self.seen = self.seen.partition(text)[2]
 
     def leave(self) -> int:
-        """Press Ctrl-C until the process ends; its exit code.
+        """Press Ctrl-C; the exit code of the process.
 
-        Readline overlooks one that comes while it starts, and one more while Python ends would cut that short: each is
-        given long enough for it.
+        Readline sees one that comes while it starts at the end of the line, and one more while Python ends would cut
+        that short.
         """
-        for _ in range(20):
-            self.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.process.wait(3)
-        raise AssertionError("Ctrl-C did not end the chat")
+        self.process.send_signal(signal.SIGINT)
+        self.type("\n")
+        return self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
         self.process.kill()
@@ -218,7 +224,7 @@ def test_ctrl_c_stops_the_reply_and_again_leaves(server: FakeTriton, terminal: T
     terminal.wait_for("Hello")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("stopped · first text")
-    assert server.cancelled.wait(5)
+    assert server.cancelled.wait(PATIENCE_S)
     terminal.wait_for("> ")
     server.script = greeting
     terminal.type("Go on\n")
@@ -231,4 +237,4 @@ def test_ctrl_c_stops_the_reply_and_again_leaves(server: FakeTriton, terminal: T
 def test_ctrl_d_leaves_with_success(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENCE_S) == 0

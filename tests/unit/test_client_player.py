@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from client_fakes import PATIENCE_S
 from fake_sound import PortAudioError, SoundDevice, plug_in
 from triton_omni_client import NoSoundDevice, Player
+from triton_omni_client.player import PIECE
 
 
 @pytest.fixture
@@ -43,27 +47,41 @@ def test_a_device_is_chosen_by_number_or_name(device: SoundDevice, name: str, ch
     assert device.closed
 
 
+class Stepped(SoundDevice):
+    """Plays a piece whenever a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+        self.steps = threading.Semaphore(0)
+
+    def write(self, data: NDArray[np.float32]) -> None:
+        self.begun += 1
+        assert self.steps.acquire(timeout=PATIENCE_S)
+        super().write(data)
+
+
 def test_writing_does_not_wait_and_stopping_tells_what_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = plug_in(monkeypatch, SoundDevice(speed=1.0))
+    device = Stepped()
+    plug_in(monkeypatch, device)
     with Player() as player:
-        started = time.monotonic()
         player.write(np.zeros(10 * 24_000, np.float32))
-        assert time.monotonic() - started < 1
-        time.sleep(0.4)
-        heard = player.stop()
-        assert 0.05 < heard < 5
+        assert len(device.played) == 0
+        device.steps.release(8)
+        while device.begun < 9 or player.heard < 8 * PIECE / 24_000:
+            time.sleep(0.001)
+        assert player.stop() == 8 * PIECE / 24_000
+        device.steps.release(100)
         player.drain()  # of the piece that was being written
-        silent = len(device.played)
-        time.sleep(0.25)
-        assert len(device.played) == silent < 5 * 24_000
         player.write(np.ones(480, np.float32))
         player.drain()
+        assert len(device.played) == 9 * PIECE + 480
         assert device.played[-480:].all()
-        assert player.heard < 0.1  # counted anew
+        assert player.heard == (PIECE + 480) / 24_000  # counted anew
 
 
 def test_what_is_still_in_the_device_was_not_heard(device: SoundDevice, player: Player) -> None:
-    device.latency = 30
+    device.latency = 600
     player.write(np.zeros(24_000, np.float32))
     while len(device.played) < 24_000:
         time.sleep(0.01)
@@ -71,11 +89,11 @@ def test_what_is_still_in_the_device_was_not_heard(device: SoundDevice, player: 
 
 
 def test_closing_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = plug_in(monkeypatch, SoundDevice(speed=1.0))
+    device = plug_in(monkeypatch, SoundDevice(speed=0.1))
     with Player() as player:
         player.write(np.zeros(10 * 24_000, np.float32))
     assert device.closed
-    assert len(device.played) < 24_000
+    assert len(device.played) < 10 * 24_000, "which would have taken 100 s"
 
 
 def test_a_device_that_goes_away_ends_the_wait_and_is_told(device: SoundDevice, player: Player) -> None:
