@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 import triton_omni_client
 from bench_exports import BEGIN, experiment, streamed, write
-from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
+from client_fakes import INFO, PATIENCE_S, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from command_line import unframed
 from triton_omni_client import cli
 from triton_omni_client.bench.cli import subtitle
@@ -387,7 +387,7 @@ def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsem
             yield final()
         else:
             context.add_callback(gone.set)
-            gone.wait(10)
+            gone.wait(PATIENCE_S)
 
     server.script = script
     path = tmp_path / "r.json"
@@ -395,18 +395,17 @@ def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsem
     command += ["-o", str(path), "--concurrency", "1,2", "--requests", "5", "--warm-up", "0", "--no-plots"]
     environment = os.environ | {"PYTHONPATH": str(Path(triton_omni_client.__file__).parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while len(server.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
     assert b"cut short" in stdout
     (run,) = _report(path)["runs"]
     assert (run["complete"], run["summary"]["completed"], run["summary"]["interrupted"]) == (False, 2, 1)
-    assert gone.wait(5)
+    assert gone.wait(PATIENCE_S)
 
 
 def test_a_profile_export_is_reported_without_a_server(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from client_fakes import PATIENCE_S
 from triton_omni_client.bench import resources, triton_metrics
 from triton_omni_client.bench.nvml import OTHER, Nvml, NvmlError, stage_of
 from triton_omni_client.bench.resources import Monitor, Usage, default_metrics_url, find_monitor, is_local
@@ -158,7 +159,7 @@ def test_a_monitor_gives_mean_and_peak_since_the_last_time() -> None:
         return {"gpu/0/utilization": found}
 
     with Monitor({"probe": probe}, interval_s=0.001) as monitor:
-        assert taken.wait(5)
+        assert taken.wait(PATIENCE_S)
         assert monitor.take() == {"gpu/0/utilization": Usage(2.0, 3.0)}
         assert monitor.take() == {}
     assert monitor.notes == []
@@ -172,7 +173,7 @@ def test_a_probe_that_fails_is_dropped_with_a_note() -> None:
         raise OSError("gone")
 
     with Monitor({"Triton's metrics": probe}, interval_s=0.001) as monitor:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_S
         while not monitor.notes and time.monotonic() < deadline:
             time.sleep(0.001)
     assert monitor.notes == ["Triton's metrics stopped answering: gone"]
