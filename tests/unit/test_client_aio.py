@@ -51,7 +51,7 @@ def server() -> Iterator[FakeTriton]:
 
 @pytest_asyncio.fixture
 async def client(server: FakeTriton) -> AsyncIterator[AsyncOmniClient]:
-    async with AsyncOmniClient(server.url, timeout=PATIENCE_S) as connected:
+    async with AsyncOmniClient(server.url) as connected:
         yield connected
 
 

@@ -41,7 +41,7 @@ def server() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def client(server: FakeTriton) -> Iterator[OmniClient]:
-    with OmniClient(server.url, timeout=PATIENCE_S) as connected:
+    with OmniClient(server.url) as connected:
         yield connected
 
 
@@ -205,7 +205,7 @@ def test_a_turn_held_in_another_way_can_be_added() -> None:
 
 async def test_a_conversation_of_a_task(server: FakeTriton) -> None:
     chat = Conversation()
-    async with AsyncOmniClient(server.url, timeout=PATIENCE_S) as client:
+    async with AsyncOmniClient(server.url) as client:
         assert [text async for text in chat.ask_async(client, "hi").texts()] == ["Hello", ", sea."]
         server.script = speaking(9, ends=False)
         turn = chat.ask_async(client, "Count")

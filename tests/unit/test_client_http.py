@@ -38,7 +38,7 @@ def server() -> Iterator[FakeHttp]:
 
 @pytest.fixture
 def client(server: FakeHttp) -> HttpClient:
-    return HttpClient(server.url + "/", timeout=PATIENCE_S)
+    return HttpClient(server.url + "/")
 
 
 def test_a_reply_comes_in_one_answer(server: FakeHttp, client: HttpClient) -> None:

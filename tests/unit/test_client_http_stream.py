@@ -50,7 +50,7 @@ def server() -> Iterator[FakeHttp]:
 
 @pytest.fixture
 def client(server: FakeHttp) -> HttpClient:
-    return HttpClient(server.url + "/", timeout=PATIENCE_S, retry=NO_RETRY)
+    return HttpClient(server.url + "/", retry=NO_RETRY)
 
 
 def endless(server: FakeHttp) -> Any:
@@ -73,7 +73,7 @@ def silent(server: FakeHttp) -> Iterator[None]:
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        over.wait(2 * PATIENCE_S)
+        over.wait(PATIENCE_S)
 
     server.answer = lambda: (200, {}, pieces())
     yield

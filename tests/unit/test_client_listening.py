@@ -103,7 +103,7 @@ def server(hints: Hints) -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def client(server: FakeTriton) -> Iterator[OmniClient]:
-    with OmniClient(server.url, timeout=PATIENCE_S) as connected:
+    with OmniClient(server.url) as connected:
         yield connected
 
 
@@ -336,7 +336,7 @@ def test_other_samples_are_refused_and_change_nothing(client: OmniClient, sample
 
 async def test_an_utterance_of_a_task(hints: Hints, server: FakeTriton) -> None:
     chat = Conversation()
-    async with AsyncOmniClient(server.url, timeout=PATIENCE_S) as client:
+    async with AsyncOmniClient(server.url) as client:
         with chat.listen_async(client) as listening:
             listening.write(windows(1))
             assert len(heard(await asyncio.to_thread(hints.next))) == len(windows(1))

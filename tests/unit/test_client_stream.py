@@ -58,7 +58,7 @@ def server() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def client(server: FakeTriton) -> Iterator[OmniClient]:
-    with OmniClient(server.url, timeout=PATIENCE_S) as connected:
+    with OmniClient(server.url) as connected:
         yield connected
 
 
