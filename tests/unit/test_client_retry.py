@@ -127,24 +127,28 @@ def test_no_wait_outlasts_the_request_s_timeout(server: FakeTriton, call: Ask) -
 
 
 def test_closing_ends_a_wait(server: FakeTriton) -> None:
-    refusing(server, 99, "full [omni:overloaded;retry_after_ms=30000]")
+    refusing(server, 99, "full [omni:overloaded;retry_after_ms=100000]")
     with OmniClient(server.url, retry=PATIENT) as client:
+        started = time.monotonic()
         stream = client.stream(Request(text="hi"))
         assert server.finished.wait(PATIENCE_S)
         timer = threading.Timer(0.2, stream.close)
         timer.start()
         assert list(stream) == []
+        assert time.monotonic() - started < 100
         timer.join()
     assert len(server.requests) == 1
 
 
 async def test_closing_ends_a_wait_of_a_task(server: FakeTriton) -> None:
-    refusing(server, 99, "full [omni:overloaded;retry_after_ms=30000]")
+    refusing(server, 99, "full [omni:overloaded;retry_after_ms=100000]")
     async with AsyncOmniClient(server.url, retry=PATIENT) as client:
+        started = time.monotonic()
         stream = client.stream(Request(text="hi"))
         assert await asyncio.to_thread(server.finished.wait, PATIENCE_S)
         asyncio.get_running_loop().call_later(0.2, stream.close)
         assert [delta async for delta in stream] == []
+        assert time.monotonic() - started < 100
     assert len(server.requests) == 1
 
 
