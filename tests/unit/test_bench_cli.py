@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,15 +378,12 @@ def test_checking_asks_nobody_and_measures_nothing(server: FakeEnsemble, tmp_pat
 
 
 def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsemble, tmp_path: Path) -> None:
-    gone = threading.Event()
-
-    def script(_request: Any, context: Any) -> Iterator[Any]:
+    def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="Hi", audio=np.zeros(240, np.float32))
         if len(server.requests) < 3:
             yield final()
         else:
-            context.add_callback(gone.set)
-            gone.wait(PATIENCE_S)
+            server.cancelled.wait(PATIENCE_S)
 
     server.script = script
     path = tmp_path / "r.json"
@@ -405,7 +401,7 @@ def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsem
     assert b"cut short" in stdout
     (run,) = _report(path)["runs"]
     assert (run["complete"], run["summary"]["completed"], run["summary"]["interrupted"]) == (False, 2, 1)
-    assert gone.wait(PATIENCE_S)
+    assert server.cancelled.wait(PATIENCE_S)
 
 
 def test_a_profile_export_is_reported_without_a_server(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def speaking(seconds: float, text: str = WORDS, *, ends: bool = True) -> Any:
             yield final()
         else:
             gone = threading.Event()
-            context.add_callback(gone.set)
-            gone.wait(PATIENCE_S)
+            if context.add_callback(gone.set):
+                gone.wait(PATIENCE_S)
 
     return script
 
