@@ -79,7 +79,7 @@ def ask(front: str, call: str, encoding: grpc.Compression) -> Any:
     with grpc.insecure_channel(front, compression=encoding) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         return (
-            stub.ModelInfer(message, timeout=20)
+            stub.ModelInfer(message, timeout=100)
             if call == "ModelInfer"
             else next(stub.ModelStreamInfer(iter([message])))
         )
@@ -141,7 +141,7 @@ def test_a_stream_that_sends_nothing_gives_its_place_back(takes_all: tuple[Takes
     with balancer.run_envoy(hasty, tmp_path) as (url, _), grpc.insecure_channel(url) as channel:
         stub, never = service_pb2_grpc.GRPCInferenceServiceStub(channel), threading.Event()
         with pytest.raises(grpc.RpcError) as caught:
-            next(stub.ModelStreamInfer(iter(never.wait, None), timeout=60))
+            next(stub.ModelStreamInfer(iter(never.wait, None), timeout=600))
         assert caught.value.details() == "stream timeout"
         never.set()
         with connect(url) as connection:
