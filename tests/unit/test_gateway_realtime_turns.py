@@ -15,7 +15,7 @@ import pytest
 import soundfile
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import TIMEOUT_S, RunningGateway, run_gateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, speech, talk
 from triton_omni_client.listening import HEARD_RATE, REACH, WINDOW
 from triton_omni_gateway.realtime.limits import RealtimeLimits
@@ -72,7 +72,7 @@ async def test_a_user_who_speaks_cancels_the_response_on_the_server(
         await session.until("response.output_audio.delta")
         await session.append(speech(1))
         done = (await session.until("response.done")).response
-        assert await asyncio.to_thread(triton.cancelled.wait, 20)
+        assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
         kinds = session.types()
         assert kinds.index("input_audio_buffer.speech_started") < kinds.index("response.done")
         cut = {"item_id": done.output[0].id, "content_index": 0, "audio_end_ms": 10}
