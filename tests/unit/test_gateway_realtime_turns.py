@@ -7,6 +7,7 @@ import asyncio
 import base64
 import io
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,9 +207,14 @@ async def test_speech_is_computed_from_where_it_begins(triton: FakeTriton, gatew
 
 
 async def test_a_server_without_caches_is_hinted_to_once(triton: FakeTriton, gateway: RunningGateway) -> None:
+    refused = threading.Event()
+
     def script(request: Any, context: Any) -> Iterator[Any]:
         if parameters_of(request).get("prefill_only"):
-            yield failure(NO_CACHE)
+            try:
+                yield failure(NO_CACHE)
+            finally:
+                refused.set()
         else:
             yield from greeting(request, context)
 
@@ -216,8 +222,7 @@ async def test_a_server_without_caches_is_hinted_to_once(triton: FakeTriton, gat
     async with talk(gateway.base, audio=MANUAL["audio"]) as session:
         for _ in range(2):
             await session.append(noise(4.5))
-            while not triton.requests:
-                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(refused.wait, TIMEOUT_S)  # before the reply
             await session.asked("input_audio_buffer.commit", "conversation.item.done")
             await session.asked("response.create", "response.done")
     assert len(hints_of(triton)) == 1
