@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / ".cache" / "page-tools"
 AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
 VARIABLE = "CHROMIUM"
+TIMEOUT_S = 100.0
+"""What a page takes on a machine with other work, and more."""
 _REFUSED = "Failed to load resource: the server responded with a status of"
 """The browser's own remark on every answer of 4xx or 5xx."""
 _DEVICES = """
@@ -110,11 +112,11 @@ class Visit:
     events: list[dict[str, Any]] = field(default_factory=list)
     """What the page and its sessions told each other, in order; sounds left out."""
 
-    def state(self, name: str, seconds: float = 20) -> None:
+    def state(self, name: str, seconds: float = TIMEOUT_S) -> None:
         """Wait until the page is in this state."""
         self.page.wait_for_selector(f'#state[data-state="{name}"]', timeout=seconds * 1000)
 
-    def wait_until(self, condition: str, seconds: float = 20) -> None:
+    def wait_until(self, condition: str, seconds: float = TIMEOUT_S) -> None:
         """Wait until an expression of JavaScript is true in the page, whose policy lets no page function be made."""
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(condition):
@@ -174,6 +176,7 @@ def visit(browser: Any, base: str, **options: Any) -> Iterator[Visit]:
         options: of the browser session, as its width or its colours.
     """
     with browser.new_context(**{"viewport": {"width": 1000, "height": 720}, **options}) as context:
+        context.set_default_timeout(TIMEOUT_S * 1000)
         found = Visit(context.new_page(), base)
         _watch(found)
         found.page.goto(f"{base}/")

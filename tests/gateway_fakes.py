@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from media_samples import audio_file
-from triton_omni_gateway import GatewaySettings
+from triton_omni_gateway import GatewaySettings, pool
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.server import Command, GatewayServer, bind, make_server
 
@@ -79,12 +80,25 @@ class RunningGateway:
             assert time.monotonic() < deadline, self.http.get("/metrics").text
             time.sleep(0.02)
 
+    def wait_until_live(self) -> None:
+        """Wait until a new connection is answered, where the gateway closes those that are too slow or too many."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._is_live():
+            assert time.monotonic() < deadline, "no new connection is answered"
+            time.sleep(0.05)
+
+    def _is_live(self) -> bool:
+        try:
+            return httpx.get(f"{self.base}/health/live").status_code == 200
+        except httpx.TransportError:
+            return False
+
 
 @contextmanager
 def run_gateway(
     *triton_urls: str, keys: ApiKeys | None = None, grace_s: int = 1, log_level: str = "warning", **settings: Any
 ) -> Iterator[RunningGateway]:
-    """A gateway in front of these Triton servers."""
+    """A gateway in front of these Triton servers, each of which is ready however slowly it says so."""
     command = Command(
         settings=GatewaySettings(triton_urls=triton_urls, **settings),
         keys=keys or ApiKeys(),
@@ -97,14 +111,15 @@ def run_gateway(
     listening = bind(command.host, command.port)
     server = make_server(command, listening)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
     running = RunningGateway(f"http://127.0.0.1:{listening.getsockname()[1]}", server)
-    with running.http, running.openai:
+    with running.http, running.openai, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "ASK_S", TIMEOUT_S)
+        thread.start()
         try:
             yield running
         finally:
             running.stop()
-            thread.join(20)
+            thread.join(TIMEOUT_S)
             listening.close()
             assert not thread.is_alive()
 

@@ -165,7 +165,7 @@ def test_a_client_that_sends_no_more_is_gone(triton: FakeTriton, gateway: Runnin
         connection.sendall(event("conversation.item.create", item=message) + event("response.create"))
         read_until(connection, b"response.output_audio.delta")
         connection.shutdown(socket.SHUT_WR)
-        assert triton.cancelled.wait(20)
+        assert triton.cancelled.wait(TIMEOUT_S)
         gateway.wait_for_metric(SESSIONS, 0)
 
 
@@ -183,7 +183,7 @@ async def test_a_flood_of_responses_is_refused_by_name_and_goes_with_its_client(
         while len(triton.requests) < 4:
             await asyncio.sleep(0.01)
         session.connection._connection.transport.abort()
-    assert await asyncio.to_thread(triton.cancelled.wait, 20)
+    assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
     await asyncio.to_thread(gateway.wait_for_metric, SESSIONS, 0)
     assert len(triton.requests) == 4
 

@@ -68,7 +68,7 @@ def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path
         at.state("hearing")
         at.state("speaking")
         at.state("hearing")
-        at.wait_until("document.querySelectorAll('.reply[aria-busy=false]').length === 3", seconds=60)
+        at.wait_until("document.querySelectorAll('.reply[aria-busy=false]').length === 3")
         at.wait_until(f"[...document.querySelectorAll('.question')].every((each) => each.textContent === '{HEARD}')")
         at.page.get_by_role("button", name="Talk").click()
         at.state("ready")

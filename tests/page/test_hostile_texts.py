@@ -72,7 +72,7 @@ def test_a_reply_is_text_alone(triton: FakeTriton, at: Visit) -> None:
     for number, text in enumerate(TEXTS.values()):
         triton.script = said(text)
         at.write(text[:1000])
-        at.wait_until(f"document.querySelectorAll('.reply[aria-busy=false]').length > {number}", 60)
+        at.wait_until(f"document.querySelectorAll('.reply[aria-busy=false]').length > {number}")
         at.state("ready")
         # Markdown joins lines and reads entities; all else is shown as it is.
         assert at.text(".reply .said").split() == html.unescape(text).split()

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
-from browser import Visit, visit
+import pytest
+
+from browser import TIMEOUT_S, Visit, visit
 from client_fakes import FakeTriton, chunk, failure
 from gateway_fakes import run_gateway
 from page_chat import RATE, SPEECH, messages, refusal, said, story
 from triton_omni_gateway.keys import ApiKeys
+from triton_omni_gateway.realtime import endpoint
 from triton_omni_gateway.realtime.limits import RealtimeLimits
 
 
@@ -31,13 +35,17 @@ def test_a_refused_question_is_given_back_and_leaves_nothing(triton: FakeTriton,
 
 
 def test_an_error_in_the_middle_takes_the_turn_back(triton: FakeTriton, at: Visit) -> None:
+    shown = threading.Event()
+
     def breaks(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="The sea", audio=SPEECH)
-        time.sleep(0.3)
+        assert shown.wait(TIMEOUT_S)
         yield failure("in ensemble 'qwen2_5_omni', the talker's engine has failed [omni:internal;stage=talker]")
 
     triton.script = breaks
     at.write("hello")
+    at.page.wait_for_selector(".reply .said :text('The sea')")
+    shown.set()
     at.page.get_by_role("alert").get_by_text("the talker's engine has failed").wait_for()
     assert at.page.locator(".reply").count() == 0
     triton.script = story()
@@ -56,18 +64,36 @@ def test_a_gateway_that_is_gone_is_told(at: Visit) -> None:
     at.problems = [found for found in at.problems if "ERR_CONNECTION_REFUSED" not in found]
 
 
-def test_a_session_that_broke_is_followed_by_one_that_knows_what_was_said(browser: Any, triton: FakeTriton) -> None:
+class Sessions:
+    """In the place of `asyncio`, for the gateway's sessions: the first is over when the test says so, others never."""
+
+    def __init__(self) -> None:
+        self.first_is_over = threading.Event()
+        self._ends = iter([self.first_is_over])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def wait(self, tasks: Any, *, timeout: float, return_when: str) -> None:
+        end, done = next(self._ends, threading.Event()), set[Any]()
+        while not (done or end.is_set()):
+            done, _ = await asyncio.wait(tasks, timeout=min(timeout, 0.05), return_when=return_when)
+
+
+def test_a_session_that_broke_is_followed_by_one_that_knows_what_was_said(
+    triton: FakeTriton, at: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = Sessions()
+    monkeypatch.setattr(endpoint, "asyncio", sessions)
     triton.script = story(SPEECH[:RATE], text="The sea.")
-    limits = RealtimeLimits(session_seconds=8)
-    with run_gateway(triton.url, realtime=limits) as gateway, visit(browser, gateway.base) as at:
-        at.state("ready")
-        at.write("one")
-        at.ended(1)
-        at.page.get_by_role("alert").get_by_text("The session has lasted").wait_for()
-        at.state("ready")
-        at.write("two")
-        at.ended(2)
-        assert messages(triton) == [said("one"), {"role": "assistant", "content": "The sea. "}, said("two")]
+    at.write("one")
+    at.ended(1)
+    sessions.first_is_over.set()
+    at.page.get_by_role("alert").get_by_text("The session has lasted").wait_for()
+    at.state("ready")
+    at.write("two")
+    at.ended(2)
+    assert messages(triton) == [said("one"), {"role": "assistant", "content": "The sea. "}, said("two")]
 
 
 def test_no_more_sessions_than_there_are_is_told(browser: Any, triton: FakeTriton) -> None:

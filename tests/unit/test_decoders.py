@@ -361,4 +361,4 @@ def foreign() -> Foreign:
 
 def test_an_answer_that_holds_anything_but_media_is_not_built(process: KillableProcess) -> None:
     with pytest.raises(Crashed, match=r"it answered posix\.system"):
-        process.run(foreign, 5.0, always)
+        process.run(foreign, LONG_S, always)

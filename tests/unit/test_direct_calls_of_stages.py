@@ -3,6 +3,7 @@
 replies stay as they are, and no session outlives its deadline.
 """
 
+import contextlib
 import itertools
 import threading
 
@@ -114,12 +115,17 @@ class Stranger:
         return opening
 
 
+def wait_beyond_deadlines(patch, seconds):
+    """How long a stage waits for another, where something is missing or over."""
+    patch.setattr(open_session, "FORGET_AFTER_S", seconds)
+    patch.setattr(talker_stage, "ORPHANED_S", seconds)
+    patch.setattr(token2wav_stage, "UPSTREAM_STOP_S", seconds)
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """What is waited for beyond a deadline takes tenths of a second."""
-    monkeypatch.setattr(open_session, "FORGET_AFTER_S", 0.1)
-    monkeypatch.setattr(talker_stage, "ORPHANED_S", 0.1)
-    monkeypatch.setattr(token2wav_stage, "UPSTREAM_STOP_S", 0.1)
+    wait_beyond_deadlines(monkeypatch, 0.1)
 
 
 class Hurried(FakeIntake):
@@ -132,14 +138,34 @@ class Hurried(FakeIntake):
         self._session["timeout_s"] = 30.0
 
 
+class Waiting(FakeIntake):
+    """Prepares nothing before it may."""
+
+    def __init__(self):
+        super().__init__(later=True)
+        self.may = threading.Event()
+
+    def prepare(self, *given, **named):
+        self.may.wait()
+        return super().prepare(*given, **named)
+
+
+def let_deadline_pass(p, stranger):
+    """The deadline of his session, if it is open, is now."""
+    if (session := p.thinker._open.get(stranger.key().name)) is not None:
+        p.thinker._take_timeout(session, 0.0)
+
+
 def check_serves(p, intake=None):
     """The next request has its whole reply, and nothing is left."""
     if intake is not None:
         intake.hurry_no_more()
     p.wait_until_empty()
-    reply = finished(p.ask("12345"))
-    assert (reply.text, reply.error) == (WHOLE, None)
-    p.wait_until_empty()
+    with pytest.MonkeyPatch.context() as patch:
+        wait_beyond_deadlines(patch, 600.0)  # a slow stage is waited for
+        reply = finished(p.ask("12345"))
+        assert (reply.text, reply.error) == (WHOLE, None)
+        p.wait_until_empty()
 
 
 # Forged.
@@ -227,7 +253,7 @@ def of_token2wav(p, stranger):
 
 
 def test_the_thinker_s_messages_are_none_of_the_talker_s():
-    with pipeline(intake=Hurried()) as p:
+    with pipeline() as p:
         stranger = Stranger(p)
         before = of_token2wav(p, stranger)
         for number in range(3):
@@ -350,24 +376,30 @@ def test_a_session_of_which_messages_are_kept_is_over_after_its_deadline(name):
 
 @pytest.mark.usefixtures("quick")
 def test_a_heartbeat_that_the_talker_holds_is_given_back_after_the_deadline():
-    with pipeline(intake=FakeIntake(delay_s=3 * DEADLINE_S, timeout_s=DEADLINE_S)) as p:
+    intake = Waiting()
+    with pipeline(intake=intake) as p, contextlib.ExitStack() as at_end:
+        at_end.callback(intake.may.set)
         stranger = Stranger(p)
         held = stranger.pass_on("talker", stranger.message(0))
         wait_for(lambda: p.talker._unopened)
+        assert not held.ended.is_set()
+        let_deadline_pass(p, stranger)
         assert held.ended.wait(WAIT_S)
         assert not p.talker._unopened
         p.wait_until_empty()
 
 
 def test_who_passes_nothing_on_is_turned_away_long_before_the_deadline(monkeypatch):
-    monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", 0.2)
     with pipeline(settings=ThinkerSettings(max_sessions=2)) as p:
         strangers = [Stranger(p) for _ in range(2)]
         refused = p.ask("12345")
         assert isinstance(finished(refused).error, Overloaded)
+        usual = direct_calls.UNHEARD_FOR_S
+        monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", 0.2)
         for stranger in strangers:
             assert stranger.from_thinker.ended.wait(WAIT_S)
             assert isinstance(stranger.from_thinker.error, BadRequest)
+        monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", usual)  # who is slow is no stranger
         check_serves(p)
 
 
@@ -413,17 +445,19 @@ CHANGED = {
 }
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", CHANGED)
-def test_other_tensors_beside_a_true_meta_are_refused_and_end_his_own_session_alone(name):
-    intake = Hurried()
-    with pipeline(intake=intake) as p:
-        stranger = Stranger(p)
-        intake.hurry_no_more()
-        other = p.ask("12345")
-        stranger.be_the_ensemble(change=CHANGED[name])
-        assert any("META tells of" in one or "expected" in one for one in stranger.refused)
+def test_other_tensors_beside_a_true_meta_are_refused_and_end_his_own_session_alone(name, monkeypatch):
+    with pipeline() as p:
+        stranger, other = Stranger(p), p.ask("12345")
+
+        def is_refused():
+            return any("META tells of" in one or "expected" in one for one in stranger.refused)
+
+        stranger.be_the_ensemble(until=is_refused, change=CHANGED[name])
+        assert is_refused()
         assert finished(other).text == WHOLE
+        wait_beyond_deadlines(monkeypatch, 0.1)
+        let_deadline_pass(p, stranger)
         check_serves(p)
 
 

@@ -11,6 +11,9 @@ from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.drain import drain, end_sessions
 from triton_omni.supervisor.options import parse_options
 
+LONG_S = 6000.0
+"""Longer than a test may take."""
+
 
 class Sessions:
     """As many as each look is to find, the last number for ever."""
@@ -34,15 +37,15 @@ def never() -> bool:
 @pytest.mark.parametrize(("act", "told"), [(drain, DRAINING), (end_sessions, ENDING)])
 def test_the_wait_ends_some_moments_after_the_last_session(act: object, told: int) -> None:
     sessions, begin = Sessions(2, 1, 0, 1, 0), time.monotonic()
-    assert act(sessions, 60.0, never)  # type: ignore[operator]
-    assert 0.3 < time.monotonic() - begin < 5
+    assert act(sessions, LONG_S, never)  # type: ignore[operator]
+    assert time.monotonic() - begin > 0.3
     assert (sessions.found, sessions.told) == ([0], [told])
 
 
 def test_sessions_that_do_not_end_are_not_waited_for_any_longer() -> None:
     begin = time.monotonic()
     assert not drain(Sessions(1), 0.3, never)
-    assert 0.3 <= time.monotonic() - begin < 2
+    assert time.monotonic() - begin >= 0.3
 
 
 def test_no_time_at_all_still_lets_what_is_over_leave() -> None:
@@ -50,9 +53,8 @@ def test_no_time_at_all_still_lets_what_is_over_leave() -> None:
 
 
 def test_whoever_gives_up_ends_the_wait() -> None:
-    begin = time.monotonic()
-    assert not drain(Sessions(1), 60.0, lambda: time.monotonic() - begin > 0.2)
-    assert time.monotonic() - begin < 2
+    asked = iter([False, False, True])
+    assert not drain(Sessions(1), LONG_S, lambda: next(asked))
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "inf", "soon"])

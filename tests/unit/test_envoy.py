@@ -79,7 +79,7 @@ def ask(front: str, call: str, encoding: grpc.Compression) -> Any:
     with grpc.insecure_channel(front, compression=encoding) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         return (
-            stub.ModelInfer(message, timeout=20)
+            stub.ModelInfer(message, timeout=100)
             if call == "ModelInfer"
             else next(stub.ModelStreamInfer(iter([message])))
         )
@@ -102,7 +102,7 @@ def test_plain_messages_are_passed_on(front: str, call: str) -> None:
 def held_bytes(configuration: dict[str, Any]) -> int:
     """Memory that Envoy has allocated."""
     admin = configuration["admin"]["address"]["socket_address"]["port_value"]
-    return int(httpx.get(f"http://127.0.0.1:{admin}/memory").json()["allocated"])
+    return int(httpx.get(f"http://127.0.0.1:{admin}/memory", timeout=100).json()["allocated"])
 
 
 @pytest.mark.parametrize("window", [0, 2**31 - 1])
@@ -141,7 +141,7 @@ def test_a_stream_that_sends_nothing_gives_its_place_back(takes_all: tuple[Takes
     with balancer.run_envoy(hasty, tmp_path) as (url, _), grpc.insecure_channel(url) as channel:
         stub, never = service_pb2_grpc.GRPCInferenceServiceStub(channel), threading.Event()
         with pytest.raises(grpc.RpcError) as caught:
-            next(stub.ModelStreamInfer(iter(never.wait, None), timeout=60))
+            next(stub.ModelStreamInfer(iter(never.wait, None), timeout=600))
         assert caught.value.details() == "stream timeout"
         never.set()
         with connect(url) as connection:
@@ -163,7 +163,7 @@ def test_a_full_envoy_still_answers_its_probes(takes_all: tuple[TakesAll, str], 
         for _ in range(3):
             stack.enter_context(connect(url)).sendall(PREFACE + frame(SETTINGS, 0, 0))
         wait_until_refused(url)
-        assert httpx.get(f"{operators}/ready").text == "LIVE\n"
+        assert httpx.get(f"{operators}/ready", timeout=100).text == "LIVE\n"
 
 
 def wait_until_refused(url: str) -> None:

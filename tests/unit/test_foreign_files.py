@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([RingWriter.__module__, SessionLedger.__module__, StageBoard.__module__, "pytest"])
 NOBODY = 65534
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

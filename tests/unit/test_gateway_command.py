@@ -18,6 +18,7 @@ import pytest
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
+from gateway_fakes import TIMEOUT_S
 from triton_omni_gateway.keys import ApiKeys, read_keys
 from triton_omni_gateway.request_log import LONGEST_PATH
 from triton_omni_gateway.server import bind, main, parse_command
@@ -193,14 +194,14 @@ def test_without_a_triton_server_nothing_is_served(capsys: pytest.CaptureFixture
 
 def test_a_triton_server_that_loads_is_waited_for() -> None:
     loading = FakeTriton(is_ready=False)
-    with serve_grpc(loading), started(loading, "--wait", "20") as process:
+    with serve_grpc(loading), started(loading, "--wait", "600") as process:
         assert process.stderr is not None
         assert process.stdout is not None
         assert process.stderr.readline().startswith("waiting for ")
         loading.is_ready = True
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -211,9 +212,9 @@ def test_it_says_ready_once_serves_and_ends_on_a_signal(number: signal.Signals, 
             rf"READY openai=(http://127\.0\.0\.1:\d+)/v1 grpc={triton.url}\n", process.stdout.readline()
         )
         assert found
-        assert httpx.get(f"{found[1]}/v1/models").status_code == 200
+        assert httpx.get(f"{found[1]}/v1/models", timeout=TIMEOUT_S).status_code == 200
         process.send_signal(number)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, output) == (code, "")
         assert "Traceback" not in errors
 
@@ -227,29 +228,29 @@ def test_a_signal_lets_the_answers_under_way_end(number: signal.Signals) -> None
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         begun.set()
-        assert stopped.wait(60)
+        assert stopped.wait(TIMEOUT_S)
         yield chunk(text="whole")
         yield final()
 
-    with serve_grpc(FakeTriton(script=script)) as triton, started(triton, "--grace", "60") as process:
+    with serve_grpc(FakeTriton(script=script)) as triton, started(triton, "--grace", "600") as process:
         assert process.stdout is not None
         base = process.stdout.readline().split("=")[1].split("/v1")[0]
         body = {"model": "qwen2_5_omni", "messages": [{"role": "user", "content": "hi"}]}
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{base}/v1/chat/completions", json=body, timeout=60)
-            assert begun.wait(60)
+            answer = pool.submit(httpx.post, f"{base}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+            assert begun.wait(TIMEOUT_S)
             process.send_signal(number)
             while not refuses(base):
                 time.sleep(0.05)  # without it the tries fill the queue of connections
             stopped.set()
             assert answer.result().json()["choices"][0]["message"]["content"] == "whole"
-        assert "Traceback" not in process.communicate(timeout=60)[1]
+        assert "Traceback" not in process.communicate(timeout=TIMEOUT_S)[1]
 
 
 def refuses(base: str) -> bool:
     host, port = base.removeprefix("http://").split(":")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except (ConnectionResetError, TimeoutError):  # the socket closed with the connection in its queue
@@ -262,7 +263,7 @@ def test_a_stop_ends_a_request_whose_body_does_not_come(body: str) -> None:
     with serve_grpc(FakeTriton()) as triton, started(triton, "--grace", "0") as process:
         assert process.stdout is not None
         host, port = process.stdout.readline().split("/v1")[0].split("//")[1].split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
             connection.sendall((POST + "Expect: 100-continue\r\n" + body).encode())
             answer = connection.recv(4096)
             assert answer.startswith(b"HTTP/1.1 100 ")
@@ -270,7 +271,7 @@ def test_a_stop_ends_a_request_whose_body_does_not_come(body: str) -> None:
             while part := connection.recv(4096):
                 answer += part
         assert b"HTTP/1.1 503 " in answer
-        assert process.wait(60) == 143
+        assert process.wait(TIMEOUT_S) == 143
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
@@ -280,10 +281,10 @@ def test_a_caller_writes_little_of_the_log_and_of_a_refusal(method: str, path: s
     with serve_grpc(FakeTriton()) as triton, started(triton) as process:
         assert process.stdout is not None
         base = process.stdout.readline().split("=")[1].split("/v1")[0]
-        answer = httpx.request(method, base + path, timeout=60)
+        answer = httpx.request(method, base + path, timeout=TIMEOUT_S)
         assert (len(answer.content) < 600) == (answer.status_code >= 400)
         process.send_signal(signal.SIGTERM)
-        lines = process.communicate(timeout=60)[1].splitlines()
+        lines = process.communicate(timeout=TIMEOUT_S)[1].splitlines()
     assert max(map(len, lines)) < 400
     asked = f"method={method[:LONGEST_PATH]} path={path.partition('?')[0][:LONGEST_PATH]} status={answer.status_code}"
     assert any(asked in line for line in lines)
@@ -297,7 +298,7 @@ def test_others_are_warned_of_when_no_key_is_set() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(signal.SIGINT)
-        told = process.communicate(timeout=20)[1]
+        told = process.communicate(timeout=TIMEOUT_S)[1]
         assert "warning: 0.0.0.0 is open to others and no API key is set" in told
         assert "from no web pages of other origins, and by these hosts: an IP address, localhost, omni.lan" in told
 
@@ -312,9 +313,9 @@ def test_an_ipv6_address_is_written_in_brackets() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("READY openai=http://[::1]:")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 def test_a_bound_socket_listens() -> None:
-    with bind("localhost", 0) as listening, socket.create_connection(listening.getsockname()[:2], timeout=5):
+    with bind("localhost", 0) as listening, socket.create_connection(listening.getsockname()[:2], timeout=TIMEOUT_S):
         pass

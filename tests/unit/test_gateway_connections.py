@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway, tracebacks
+from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway, tracebacks
 from triton_omni_gateway import connections
 from triton_omni_gateway.connections import CHUNK_BYTES, MAX_HEAD_BYTES, SMALL_CHUNKS, BoundedProtocol, allow_open_files
 from triton_omni_gateway.logs import EVERY_S, Repeats
@@ -41,7 +41,7 @@ def triton() -> Iterator[FakeTriton]:
 
 def connect(gateway: RunningGateway) -> socket.socket:
     host, port = gateway.base.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=100)
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -114,10 +114,11 @@ def test_a_head_over_the_limit_is_refused_in_openai_s_form(triton: FakeTriton) -
 def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -> None:
     """A million of one byte held the event loop for seven seconds."""
     chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
-    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+    patient: dict[str, Any] = {"body_timeout_s": 600, "max_body_bytes": 1 << 40}
+    with run_gateway(triton.url, **patient) as gateway, connect(gateway) as connection:
         connection.sendall(CHUNKED + chunk * (SMALL_CHUNKS // 2))
         assert not is_closed(connection)
-        answer = sent_until_closed(connection, chunk * SMALL_CHUNKS, 100, 0.01)
+        answer = sent_until_closed(connection, chunk * SMALL_CHUNKS, 10_000, 0.01)
         assert gateway.post({"model": MODEL, "messages": USER}).status_code == 200
     assert b"over 4096 chunks of under 1024 bytes" in answer or not answer
 
@@ -173,7 +174,7 @@ def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
         while not answer.endswith(b"}}"):
             answer += connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 413 ")
-        sent_until_closed(connection, b"no length\r\n", 1, 100)
+        sent_until_closed(connection, b"no length\r\n", 1, TIMEOUT_S)
     assert not tracebacks(caplog.records)
 
 
@@ -194,7 +195,7 @@ def test_a_head_that_does_not_come_in_time_closes_the_connection(
     with run_gateway(triton.url, head_timeout_s=0.3) as gateway, connect(gateway) as connection:
         connection.sendall(begin)
         sent_until_closed(connection, piece, 5000, 0.02)
-        assert gateway.http.get("/health/live").status_code == 200
+        gateway.wait_until_live()
 
 
 class _Timer:
@@ -275,7 +276,7 @@ def test_an_answer_that_still_leaves_is_not_cut_off(unsent: list[int], closed_at
 def test_connections_that_wait_make_room_for_others(
     triton: FakeTriton, capfd: pytest.CaptureFixture[str], limit: str, begin: bytes
 ) -> None:
-    limits: dict[str, Any] = {limit: 4}
+    limits: dict[str, Any] = {limit: 4, "head_timeout_s": 600}
     with run_gateway(triton.url, **limits) as gateway, ExitStack() as stack:
         held = []
         for _ in range(12):
@@ -285,7 +286,7 @@ def test_connections_that_wait_make_room_for_others(
             while begin.endswith(b"\r\n\r\n") and b"live" not in answer:
                 answer += held[-1].recv(4096)
             # Another caller is served while they are held, on a connection accepted after the last of them.
-            with httpx.Client(base_url=gateway.base, timeout=100) as other:
+            with httpx.Client(base_url=gateway.base, timeout=TIMEOUT_S) as other:
                 assert other.get("/health/ready").status_code == 200
         assert sum(not is_closed(one) for one in held) <= 4
         assert f"--{limit.replace('_', '-')}" in capfd.readouterr().err
@@ -296,7 +297,7 @@ def test_a_request_under_way_keeps_its_connection(triton: FakeTriton) -> None:
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="first")
-        assert go_on.wait(100)
+        assert go_on.wait(TIMEOUT_S)
         yield final()
 
     triton.script = script
@@ -322,16 +323,16 @@ def test_where_no_file_can_be_opened_the_log_says_so_once_in_a_while(triton: Fak
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (4, hard))
         host, port = base.removeprefix("http://").split(":")
         for _ in range(30):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=100))
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
         line = ""
         while "out of system resource" not in line:
             line = process.stderr.readline()
             assert line
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert httpx.get(f"{base}/health/live", timeout=100).status_code == 200
+        assert httpx.get(f"{base}/health/live", timeout=TIMEOUT_S).status_code == 200
         process.send_signal(signal.SIGTERM)
         # A traceback of a dozen lines for each of what was thousands of failures.
-        assert process.communicate(timeout=60)[1].count("Too many open files") <= 3
+        assert process.communicate(timeout=TIMEOUT_S)[1].count("Too many open files") <= 3
 
 
 def logged(text: str) -> logging.LogRecord:

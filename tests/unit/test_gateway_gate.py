@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from client_fakes import FakeTriton, chunk, final, parameters_of, serve_grpc, tell
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
 from triton_omni_gateway import gate
 from triton_omni_gateway.keys import ApiKeys
 
@@ -148,7 +148,7 @@ def test_health_is_the_triton_server_s(triton: FakeTriton, gateway: RunningGatew
 def test_a_body_that_says_it_is_too_long_is_not_read(triton: FakeTriton) -> None:
     with run_gateway(triton.url, max_body_bytes=1000) as gateway:
         host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 1001\r\n\r\n"
             connection.sendall(head.encode())  # and no byte of the body
             assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -156,7 +156,10 @@ def test_a_body_that_says_it_is_too_long_is_not_read(triton: FakeTriton) -> None
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_body_over_the_limit_is_refused_also_while_its_sender_still_sends(triton: FakeTriton, declared: bool) -> None:
+def test_a_body_over_the_limit_is_refused_also_while_its_sender_still_sends(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch, declared: bool
+) -> None:
+    monkeypatch.setattr(gate, "_LINGER_S", TIMEOUT_S)  # a sender that is slower may lose the answer
     content = json.dumps({**BODY, "user": "x" * (16 << 20)}).encode()
     parts = (content[at : at + 65536] for at in range(0, len(content), 65536))
     with run_gateway(triton.url, max_body_bytes=1 << 20) as gateway:
@@ -180,7 +183,7 @@ def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, m
     monkeypatch.setattr(gate, "_LINGER_S", 0.2)
     with run_gateway(triton.url, max_body_bytes=1000) as gateway:
         host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 9999\r\n\r\n"
             connection.sendall(head.encode())
             answer = b""
@@ -191,7 +194,7 @@ def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, m
 
 def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTriton, gateway: RunningGateway) -> None:
     host, port = gateway.base.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 100\r\n\r\n{{"
         connection.sendall(head.encode())
         gateway.wait_for_metric("omni_gateway_requests_in_flight", 1)
@@ -202,7 +205,7 @@ def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTri
 def test_a_body_that_does_not_come_is_given_up(triton: FakeTriton) -> None:
     with run_gateway(triton.url, body_timeout_s=0.2) as gateway:
         host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 100\r\n\r\n{{"
             connection.sendall(head.encode())
             assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -224,7 +227,7 @@ def test_a_caller_that_takes_nothing_loses_its_place_and_its_request(triton: Fak
         connection.connect((host, int(port)))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
-        assert gone.wait(10)
+        assert gone.wait(TIMEOUT_S)
         gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)
         gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
 
@@ -241,7 +244,7 @@ def test_requests_over_the_limit_are_refused_until_one_ends(triton: FakeTriton) 
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="first")
-        assert go_on.wait(10)
+        assert go_on.wait(TIMEOUT_S)
         yield final()
 
     triton.script = script

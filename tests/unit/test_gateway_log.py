@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -219,10 +220,10 @@ async def test_no_line_about_a_caller_is_without_an_id_or_an_address(triton: Fak
             session.connection._connection.transport.write(b"no frame")
             with pytest.raises(ConnectionClosedError):
                 await session.connection.recv()
-        held = [connected(base) for _ in range(6)]
-        assert httpx.get(f"{base}/health/live", timeout=TIMEOUT_S).status_code == 200
-        for connection in held:
-            connection.close()
+        with ExitStack() as held:
+            for _ in range(6):
+                held.enter_context(connected(base))
+            assert httpx.get(f"{base}/health/live", timeout=TIMEOUT_S).status_code == 200
         process.send_signal(signal.SIGTERM)
         written = process.communicate(timeout=TIMEOUT_S)[1].splitlines()
     (request_id,) = re.findall(rb"x-request-id: (req_[0-9a-f]{24})", answer)

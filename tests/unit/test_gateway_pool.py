@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from client_fakes import FakeTriton, Response, chunk, failure, final, serve_grpc
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import TIMEOUT_S, RunningGateway, run_gateway
 from triton_omni_gateway.pool import HOME_LEAD
 
 READY = "omni_gateway_servers_ready"
@@ -75,9 +75,9 @@ def test_the_server_with_the_fewest_replies_is_next(tritons: list[FakeTriton], g
         gateway.chat()
     assert asked(tritons) == [1, 1, 5]
     held[0].close()
-    tritons[0].cancelled.wait(5)
+    assert tritons[0].cancelled.wait(TIMEOUT_S)
     tritons[0].script = tritons[2].script
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT_S
     while asked(tritons)[0] == 1:  # its place is free as soon as the gateway knows that the caller is gone
         assert time.monotonic() < deadline
         gateway.chat()

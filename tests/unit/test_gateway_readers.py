@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
-from gateway_fakes import MODEL, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, USER, run_gateway
 
 UNREAD = {
     "a stream": ("/v1/chat/completions", {"model": MODEL, "messages": USER, "stream": True}),
@@ -36,29 +35,15 @@ def test_a_caller_that_takes_nothing_loses_its_connection(name: str) -> None:
     content = json.dumps(body).encode()
     asked = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     asked += f"Content-Length: {len(content)}\r\n\r\n"
-    limits: dict[str, Any] = {"send_timeout_s": 0.3, "head_timeout_s": 100, "max_peer_connections": 1}
+    limits: dict[str, Any] = {"send_timeout_s": 0.3, "head_timeout_s": TIMEOUT_S, "max_peer_connections": 1}
     with (
         serve_grpc(FakeTriton(script=loud)) as triton,
         run_gateway(triton.url, **limits) as gateway,
-        socket.create_connection(("127.0.0.1", int(gateway.base.rpartition(":")[2])), timeout=100) as connection,
+        socket.create_connection(("127.0.0.1", int(gateway.base.rpartition(":")[2])), timeout=TIMEOUT_S) as connection,
     ):
         connection.sendall(asked.encode() + content)
         assert connection.recv(1) == b"H"
         if "after" in name:
-            connection.sendall(asked.encode() + content)
-        wait_until_answered(gateway)
-
-
-def wait_until_answered(gateway: RunningGateway) -> None:
-    """Until the only connection that the gateway allows is free again."""
-    deadline = time.monotonic() + 60
-    while not is_answered(gateway):
-        assert time.monotonic() < deadline, "its place is still taken"
-        time.sleep(0.05)
-
-
-def is_answered(gateway: RunningGateway) -> bool:
-    try:
-        return httpx.get(f"{gateway.base}/health/live").status_code == 200
-    except httpx.TransportError:
-        return False
+            with suppress(ConnectionError):  # it may be closed by now
+                connection.sendall(asked.encode() + content)
+        gateway.wait_until_live()  # the only connection that it allows is free again

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, tell
-from gateway_fakes import MODEL, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
 from media_samples import image_file
 from realtime_client import MANUAL, WHOLE, Talk, chat_of, greeting, noise, talk
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT
@@ -148,7 +148,7 @@ async def test_a_running_response_is_cancelled_on_the_server(triton: FakeTriton,
         error = await session.refused("response.create")
         assert error.code == "conversation_already_has_active_response"
         done = (await session.asked("response.cancel", "response.done")).response
-        assert await asyncio.to_thread(triton.cancelled.wait, 20)
+        assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
         assert (await session.refused("response.cancel")).code == "response_cancel_not_active"
     assert (done.status, done.status_details.reason) == ("cancelled", "client_cancelled")
     assert done.output[0].status == "incomplete"

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
 from realtime_client import MANUAL, greeting, noise, talk
-from triton_omni_gateway import pool
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.realtime.limits import RealtimeLimits
@@ -87,11 +87,11 @@ def origin() -> Any:
 
 
 async def test_a_client_secret_opens_configured_sessions_and_nothing_else(locked: RunningGateway) -> None:
-    client = locked.openai.with_options(api_key="first")
+    client, before = locked.openai.with_options(api_key="first"), int(time.time())
     asked: Any = {"type": "realtime", "instructions": "Be brief.", **MANUAL}
     made = client.realtime.client_secrets.create(session=asked, expires_after={"anchor": "created_at", "seconds": 60})
     assert made.value.startswith("ek_")
-    assert made.expires_at - time.time() == pytest.approx(60, abs=30)
+    assert before + 60 <= made.expires_at <= time.time() + 60
     assert made.session.instructions == "Be brief."  # type: ignore[union-attr]
     async with talk(locked.base, key=made.value) as session:
         assert session.seen[0].session.instructions == "Be brief."
@@ -167,7 +167,7 @@ async def test_a_lost_connection_cancels_all_it_asked_for(triton: FakeTriton, ga
         await session.send("response.create")
         await session.until("response.output_audio.delta")
         session.connection._connection.transport.abort()
-    assert await asyncio.to_thread(triton.cancelled.wait, 20)
+    assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
     await until(lambda: gateway.metric(SESSIONS) == 0)
 
 
@@ -187,7 +187,7 @@ async def test_a_slow_reader_is_waited_for_and_then_given_up(triton: FakeTriton)
             await socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
             await socket.send(json.dumps({"type": "response.create"}))
             await until(lambda: gateway.metric(SESSIONS) == 0)
-            assert await asyncio.to_thread(triton.cancelled.wait, 20)
+            assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
     assert len(sent) < 5000
 
 
@@ -196,10 +196,11 @@ async def test_a_client_that_answers_no_ping_is_gone(triton: FakeTriton) -> None
         host, port = gateway.base.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
-        writer.write(f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\n{upgrade}{'A' * 22}==\r\n\r\n".encode())
-        assert await reader.readuntil(b"session.created")
-        await until(lambda: gateway.metric(SESSIONS) == 0)
-        writer.close()
+        with closing(writer):
+            writer.write(f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\n{upgrade}{'A' * 22}==\r\n\r\n".encode())
+            # Its session is counted by now; the first ping may be over before that has told of itself.
+            assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 101 Switching Protocols\r\n"
+            await until(lambda: gateway.metric(SESSIONS) == 0)
 
 
 class Silent(FakeTriton):
@@ -214,9 +215,8 @@ class Silent(FakeTriton):
         return super().RepositoryIndex(request, context)
 
 
-async def test_a_session_is_heard_and_ends_while_triton_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_is_heard_and_ends_while_triton_tells_nothing() -> None:
     """A response asks for the server's limits; until then no session waits for them."""
-    monkeypatch.setattr(pool, "ASK_S", TIMEOUT_S)
     triton, limits = Silent(), RealtimeLimits(max_sessions=2)
     with serve_grpc(triton), run_gateway(triton.url, realtime=limits) as gateway:
         async with talk(gateway.base, audio=MANUAL["audio"]) as other:

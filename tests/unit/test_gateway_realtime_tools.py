@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from client_fakes import FakeTriton, chunk, final, parameters_of, serve_grpc
-from gateway_fakes import RunningGateway
+from gateway_fakes import TIMEOUT_S, RunningGateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, talk
 
 WEATHER = {
@@ -113,7 +113,7 @@ async def test_a_call_may_be_told_by_the_client(triton: FakeTriton, gateway: Run
 async def test_a_call_that_was_cut_off_is_not_told_to_the_model(triton: FakeTriton, gateway: RunningGateway) -> None:
     def endless(_request: Any, _context: Any) -> Iterator[Any]:
         yield pieces({"index": 0, "id": "call_1", "name": "get_weather", "arguments": '{"city": '})
-        triton.cancelled.wait(20)
+        triton.cancelled.wait(TIMEOUT_S)
 
     triton.script = endless
     async with talk(gateway.base, audio=MANUAL["audio"], tools=[WEATHER]) as session:

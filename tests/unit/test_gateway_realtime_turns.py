@@ -7,6 +7,7 @@ import asyncio
 import base64
 import io
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import soundfile
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import TIMEOUT_S, RunningGateway, run_gateway
 from realtime_client import MANUAL, WHOLE, chat_of, greeting, noise, speech, talk
 from triton_omni_client.listening import HEARD_RATE, REACH, WINDOW
 from triton_omni_gateway.realtime.limits import RealtimeLimits
@@ -72,7 +73,7 @@ async def test_a_user_who_speaks_cancels_the_response_on_the_server(
         await session.until("response.output_audio.delta")
         await session.append(speech(1))
         done = (await session.until("response.done")).response
-        assert await asyncio.to_thread(triton.cancelled.wait, 20)
+        assert await asyncio.to_thread(triton.cancelled.wait, TIMEOUT_S)
         kinds = session.types()
         assert kinds.index("input_audio_buffer.speech_started") < kinds.index("response.done")
         cut = {"item_id": done.output[0].id, "content_index": 0, "audio_end_ms": 10}
@@ -206,9 +207,14 @@ async def test_speech_is_computed_from_where_it_begins(triton: FakeTriton, gatew
 
 
 async def test_a_server_without_caches_is_hinted_to_once(triton: FakeTriton, gateway: RunningGateway) -> None:
+    refused = threading.Event()
+
     def script(request: Any, context: Any) -> Iterator[Any]:
         if parameters_of(request).get("prefill_only"):
-            yield failure(NO_CACHE)
+            try:
+                yield failure(NO_CACHE)
+            finally:
+                refused.set()
         else:
             yield from greeting(request, context)
 
@@ -216,8 +222,7 @@ async def test_a_server_without_caches_is_hinted_to_once(triton: FakeTriton, gat
     async with talk(gateway.base, audio=MANUAL["audio"]) as session:
         for _ in range(2):
             await session.append(noise(4.5))
-            while not triton.requests:
-                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(refused.wait, TIMEOUT_S)  # before the reply
             await session.asked("input_audio_buffer.commit", "conversation.item.done")
             await session.asked("response.create", "response.done")
     assert len(hints_of(triton)) == 1

@@ -19,7 +19,7 @@ import pytest
 import soundfile
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
-from gateway_fakes import MODEL, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway, run_gateway
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_gateway.settings import SPEECH_PROMPT
 
@@ -92,7 +92,7 @@ def test_sound_arrives_before_the_speech_has_ended(triton: FakeTriton, gateway: 
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="one", audio=SPOKEN)
-        assert heard.wait(10)
+        assert heard.wait(TIMEOUT_S)
         yield chunk(audio=SPOKEN)
         yield final()
 
@@ -182,7 +182,7 @@ def test_leaving_cancels_on_the_server(triton: FakeTriton, gateway: RunningGatew
         sound = answer.iter_bytes()  # kept: with it the connection would go
         assert next(sound).startswith(b"RIFF")
         assert not triton.cancelled.is_set()
-    assert triton.cancelled.wait(5)
+    assert triton.cancelled.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_compressed_speech_comes_while_it_is_spoken(triton: FakeTriton, gateway:
 
     def slowly(*_: Any) -> Iterator[Any]:
         yield chunk(audio=TONE[:24_000])
-        assert goes_on.wait(30)
+        assert goes_on.wait(TIMEOUT_S)
         yield chunk(audio=TONE[24_000:])
         yield final()
 
