@@ -50,8 +50,8 @@ REPLY_BYTES = CODES * 480 * 24
 MARGIN_BYTES = 32 << 20
 REFUSED, REFUSED_BYTES = 160, 2 << 20
 NO_MORE_WORK, IDLE_WORK_S = 3.0, 2.0
-"""How many times as much the processors may do for a reply beside others that nobody reads, and what they may do besides,
-which an idle server does."""
+"""How many times as much the processors may do for a reply beside others that nobody reads, and what an
+idle server may do besides."""
 
 Ask = Callable[[Served, Request], object]
 
