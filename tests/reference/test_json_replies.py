@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -25,6 +25,7 @@ from triton_omni.session.engine import Sampling, ThinkerPrompt
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 QUESTION = "hello"
+STEPS = 50
 COLOUR = {"enum": ["red", "green", "blue"]}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat": {
@@ -86,26 +87,28 @@ def test_replies_are_json_of_their_schemas_and_others_are_as_they_were(
 def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
     engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch, clock: LoopClock
 ) -> None:
-    from triton_omni.vllm_hooks.shared.incremental_engine import NAP_S
+    from triton_omni.vllm_hooks.shared import incremental_engine
 
-    compiler, went_on = engine._schemas.prepare(), threading.Event()
+    compiler, went_on, naps = engine._schemas.prepare(), threading.Event(), list[float]()
     compile_grammar = compiler.compile_grammar
 
     def compile_late(*arguments: Any, **named: Any) -> Any:
-        assert went_on.wait(30)
+        went_on.wait()
         return compile_grammar(*arguments, **named)
 
     monkeypatch.setattr(compiler, "compile_grammar", compile_late)
-    engine.add_sequence("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
-    steps, end = 0, time.monotonic() + 0.5
-    while time.monotonic() < end:
-        assert engine.has_work()
-        assert engine.step() == []
-        steps += 1
-    assert steps <= 0.5 / NAP_S + 1
+    monkeypatch.setattr(incremental_engine, "time", SimpleNamespace(sleep=naps.append))
+    try:
+        engine.add_sequence("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
+        for _ in range(STEPS):
+            assert engine.has_work()
+            assert engine.step() == []
+    finally:
+        went_on.set()
+    rested = tuple(naps)
     assert "input" in {metric.labels["doing"] for metric in clock.metrics()}
-    went_on.set()
     assert json.loads(drain(engine, {"late": Answer()})["late"].text) in COLOUR["enum"]
+    assert rested == (incremental_engine.NAP_S,) * STEPS
 
 
 def test_rows_are_those_of_the_tokens_that_the_schema_let_through(engine: Any, hf: HfReference) -> None:

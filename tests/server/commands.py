@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.serving import server_config
+from server.serving import NEVER_S, server_config
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Request
+
+DRAIN_S = 600
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Command:
 
     def is_ready(self) -> bool:
         try:
-            return bool(urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5).status == 200)
+            return bool(urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=NEVER_S).status == 200)
         except urllib.error.HTTPError:
             return False
 
@@ -57,7 +59,7 @@ def command(folder: Path, checkpoint: Path, ports: Mapping[str, int] | None = No
     config = server_config(folder, checkpoint)
     options = {"--model-repository": config.model_repository, "--model": checkpoint, "--log-file": config.log_path}
     chosen = {f"--{service}-port": (ports or {}).get(service, 0) for service in ("http", "grpc", "metrics")}
-    arguments = [str(part) for option in (options | chosen | {"--drain-timeout": 60}).items() for part in option]
+    arguments = [str(part) for option in (options | chosen | {"--drain-timeout": DRAIN_S}).items() for part in option]
     process = subprocess.Popen(
         [sys.executable, "-m", "triton_omni.supervisor.serve", *arguments],
         env=os.environ | config.environment,

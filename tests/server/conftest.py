@@ -39,16 +39,15 @@ def finished_stream(served: Served) -> Iterator[None]:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     text = grpcclient.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
-    client = grpcclient.InferenceServerClient(served.supervisor.grpc_url)
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
-    final = False
-    while not final:
-        result, error = answers.get(timeout=60)
-        assert error is None
-        final = result.get_response().parameters["triton_final_response"].bool_param
-    yield
-    client.close()
+    with grpcclient.InferenceServerClient(served.supervisor.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
+        final = False
+        while not final:
+            result, error = answers.get(timeout=60)
+            assert error is None
+            final = result.get_response().parameters["triton_final_response"].bool_param
+        yield
 
 
 @pytest.fixture

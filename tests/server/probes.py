@@ -58,7 +58,7 @@ KIND_OFFSET, ROBUST_AND_SHARED = 16, 16 + 128
 """In glibc's `pthread_mutex_t`, and of those whose owner may die."""
 LONG_STEP_S = 0.02
 """A step that takes longer is recorded."""
-LISTENS_S = 20.0
+LISTENS_S = 40.0
 """The longest wait for token2wav's samples."""
 FAILING_THINKER, FAILING_TALKER, FAILING_TOKEN2WAV = 920_001, 920_002, 920_003
 BREAKING_TALKER, BREAKING_TOKEN2WAV = 930_002, 930_003
@@ -69,7 +69,7 @@ DISTURBANCES = {
     CRAWLING_THINKER: Disturbance("thinker", step_s=0.15),
     LISTENING_THINKER: Disturbance("thinker", step_s=0.04, listens_after=40),
     SLOW_TALKER: Disturbance("talker", step_s=0.04),
-    SLOW_TOKEN2WAV: Disturbance("token2wav", step_s=0.15),
+    SLOW_TOKEN2WAV: Disturbance("token2wav", step_s=1.0),
     FAILING_THINKER: Disturbance("thinker", fails_after=5),
     FAILING_TALKER: Disturbance("talker", fails_after=5),
     FAILING_TOKEN2WAV: Disturbance("token2wav", fails_after=0),

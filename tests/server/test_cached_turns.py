@@ -50,7 +50,7 @@ def caching(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield served
         served.wait_until_idle(IDLE_AFTER_KILLS_S)
         # Not all of `Served.stop`: Triton still counts what a stage had when it was killed.
-        assert served.supervisor.stop() < served.stop_limit_s
+        served.stop_whatever_is_left()
 
 
 @pytest.fixture

@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that goes away: every stage stops soon after it is noticed, and nothing is left.
+"""A client that goes away: no stage begins another step once it is noticed, and nothing is left.
 
-Times are the stages' own, on the system-wide monotonic clock: when a stage noticed, and when each engine dropped the
-sequence. The disturbed seeds make replies that last seconds, so that a cancel meets the moment it is meant for.
+What came first is told by the stages' own times, on the system-wide monotonic clock: when a stage noticed, and when
+each engine dropped the sequence. The disturbed seeds make replies of half a minute, so that a cancel meets the moment
+it is meant for, and is noticed before the reply's end.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import CRAWLING_THINKER, SLOW_TALKER, SLOW_THINKER, SLOW_TOKEN2WAV
-from server.serving import STAGES, Served, check_in_time, in_time_once, wait_for
+from server.serving import STAGES, Served, wait_for
 from triton_omni_client import OmniClient, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
 
-NOTICE_S = 1.0
-"""A heartbeat leaves every 0.1 s and notices; the rest is for a machine with other work to do."""
-STOP_S = 0.3
-"""From a stage's notice to an engine's drop, beside the step that this engine is in."""
+LONG: dict[str, Any] = {"thinker": {"min_tokens": 200, "max_tokens": 200}, "talker": {"temperature": 0}}
+SHORT: dict[str, Any] = {
+    "thinker": {"max_tokens": 40},
+    "talker": {"temperature": 0, "min_tokens": 500, "max_tokens": 500},
+}
 LONG_PROMPT = "Tell me about the sea. " * 36
 
 Ready = Callable[[Served, str], bool]
@@ -47,11 +50,11 @@ def opened(server: Served, request_id: str) -> list[object]:
     return [event for event in server.records.events("token2wav") if event.get("request_id") == request_id]
 
 
-MOMENTS: dict[str, tuple[int, str, Ready]] = {
-    "in prefill": (CRAWLING_THINKER, LONG_PROMPT, in_prefill),
-    "while generating": (SLOW_THINKER, "hello", generating),
-    "while the talker speaks": (SLOW_TALKER, "hello", after_thinkers_end),
-    "while token2wav works": (SLOW_TOKEN2WAV, "hello", after_thinkers_end),
+MOMENTS: dict[str, tuple[int, str, dict[str, Any], Ready]] = {
+    "in prefill": (CRAWLING_THINKER, LONG_PROMPT, LONG, in_prefill),
+    "while generating": (CRAWLING_THINKER, "hello", LONG, generating),
+    "while the talker speaks": (SLOW_TALKER, "hello", SHORT, after_thinkers_end),
+    "while token2wav works": (SLOW_TOKEN2WAV, "hello", SHORT, after_thinkers_end),
 }
 
 
@@ -104,32 +107,38 @@ def test_cancel_stops_every_stage_and_leaves_nothing(server: Served, way: str, m
     assert reply.info.samples == len(reply.audio) > 0
 
 
-@in_time_once
 def cancel_one(server: Served, way: str, moment: str) -> None:
-    """Ask, cancel at the moment, and see that every engine drops it in time."""
-    seed, text, ready = MOMENTS[moment]
+    """Ask, cancel at the moment, and see that every engine drops it."""
+    seed, text, options, ready = MOMENTS[moment]
     request_id = f"cancel: {way}, {moment}, {time.monotonic_ns()}"
-    request = Request(text=text, seed=seed, request_id=request_id, voice="Chelsie", talker={"temperature": 0})
+    request = Request(text=text, seed=seed, request_id=request_id, voice="Chelsie", **options)
     with WAYS[way](server, request) as cancel:
         wait_for(lambda: ready(server, request_id), lambda: f"never {moment}")
         cancelled_ns = time.monotonic_ns()
         cancel()
-        for stage in STAGES:
-            wait_for(lambda stage=stage: server.records.of(request_id, stage, "aborted"), lambda: "still running")
+        wait_for(lambda: bool(server.records.of(request_id, "thinker", "aborted")), lambda: "still running")
     noticed = min(found["ns"] for stage in STAGES for found in server.records.of(request_id, stage, "noticed"))
     assert cancelled_ns < noticed
-    check_in_time(noticed - cancelled_ns, NOTICE_S, "noticed")
-    for stage in STAGES:
-        dropped = server.records.of(request_id, stage, "aborted")[0]["ns"]
-        check_in_time(dropped - noticed - longest_step(server, stage, noticed), STOP_S, f"dropped by {stage}")
-    for event in server.records.received(request_id, "token2wav"):
-        check_in_time(event["ns"] - noticed - longest_step(server, "talker", noticed), STOP_S, "codes came")
+    check_dropped(server, server.records.key(request_id), noticed)
 
 
-def longest_step(server: Served, stage: str, since_ns: int) -> int:
-    """Nanoseconds of the engine's longest step that had not ended at this moment; 0 for steps not worth a record."""
-    steps = [event for event in server.records.events(stage) if event["event"] == "long step"]
-    return max((step["ns"] - step["began_ns"] for step in steps if step["ns"] > since_ns), default=0)
+def check_dropped(server: Served, key: str, noticed_ns: int, stages: Sequence[str] = STAGES) -> None:
+    """Each of these engines drops a session, with one more step at most than the one it was in when a stage noticed.
+
+    A stage looks after its sessions before each step, and may have looked just before the notice.
+    """
+
+    def dropped(stage: str) -> list[int]:
+        events = server.records.events(stage)
+        return [found["ns"] for found in events if (found["event"], found["key"]) == ("aborted", key)]
+
+    for stage in stages:
+        wait_for(lambda stage=stage: bool(dropped(stage)), lambda stage=stage: f"still running in {stage}")
+        events, dropped_ns = server.records.events(stage), dropped(stage)[0]
+        steps = [found for found in events if found["event"] == "long step"]
+        assert sum(noticed_ns < step["began_ns"] < step["ns"] < dropped_ns for step in steps) <= 1, stage
+        given = [found for found in events if found["key"] == key and found["event"] in ("tokens", "spoken")]
+        assert sum(found["ns"] > noticed_ns for found in given) <= 2, stage
 
 
 def test_many_cancelled_at_once_leave_nothing_and_harm_no_other(server: Served) -> None:

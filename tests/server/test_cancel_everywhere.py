@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each way to go away at each moment of a reply: the session is free and every engine is rid of it in no time.
+"""Each way to go away at each moment of a reply: the session is free and every engine is rid of it before its end.
 
 A closed connection of a unary HTTP request is the one way that is missing: Triton tells nobody of it.
 """
@@ -22,26 +22,16 @@ from server.probes import (
     CRAWLING_THINKER,
     SLOW_INTAKE,
     SLOW_TALKER,
-    SLOW_THINKER,
     SLOW_TOKEN2WAV,
 )
-from server.serving import STAGES, TINY, Served, check_in_time, in_time_once, note_figures, wait_for
-from server.test_cancel import LONG_PROMPT, WAYS, longest_step
+from server.serving import STAGES, TINY, Served, note_figures, wait_for
+from server.test_cancel import LONG, LONG_PROMPT, SHORT, WAYS, check_dropped
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Request
 
 PLACES: int = TINY["thinker"]["engine"]["max_num_seqs"]
 SESSIONS: int = TINY["thinker"]["max_sessions"]
-NOTICE_S = 1.0
-"""A heartbeat leaves every 0.1 s and notices; the rest is for a machine with other work to do."""
-FREE_S = 0.3
-"""From a stage's notice until the session is free, beside two steps of the slowest engine, as long as they took."""
-LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}, "talker": {"temperature": 0}}
-SHORT = {"thinker": {"max_tokens": 40}, "talker": {"temperature": 0, "min_tokens": 500, "max_tokens": 500}}
-
-CLOSED_S = 0.1
-"""What the last stage may close a session after the thinker."""
 
 Way = Callable[[Served, Request], Any]
 
@@ -53,13 +43,20 @@ class Sessions:
     server: Served
     board: StageBoard
     since_ns: int
+    earlier: frozenset[str]
+
+    @classmethod
+    def from_now(cls, server: Served, board: StageBoard) -> Sessions:
+        events = (event for stage in STAGES for event in server.records.events(stage))
+        return cls(server, board, time.monotonic_ns(), frozenset(event["key"] for event in events))
 
     def events(self, stage: str, event: str) -> list[dict[str, Any]]:
         found = self.server.records.events(stage)
         return [one for one in found if one["event"] == event and one["ns"] > self.since_ns]
 
     def keys(self, stage: str, event: str) -> set[str]:
-        return {found["key"] for found in self.events(stage, event)}
+        """Without those of sessions before it, of which a later stage may still be told."""
+        return {found["key"] for found in self.events(stage, event)} - self.earlier
 
 
 def prepared(sessions: Sessions) -> set[str]:
@@ -73,7 +70,7 @@ def added(sessions: Sessions) -> set[str]:
 
 def generating(sessions: Sessions) -> set[str]:
     sent = [*sessions.events("token2wav", "message"), *sessions.events("token2wav", "placed")]
-    return {found["key"] for found in sent if found["codes"]}
+    return {found["key"] for found in sent if found["codes"]} - sessions.earlier
 
 
 def after_thinkers_end(sessions: Sessions) -> set[str]:
@@ -92,16 +89,17 @@ class Moment:
     crowd: int = 0
     """How many others there are beside."""
     deadline_s: float = 1.0
-    """In which the moment is reached, and which it outlasts."""
+    """Which it outlasts."""
     silent: bool = False
-    """Whether nothing is written to the client, which is when Triton sees that an HTTP connection is closed."""
+    """Whether nothing is written to the client, which is when Triton sees that an HTTP connection is closed, since the
+    thinker has made nothing that the other engines could have."""
 
 
 MOMENTS = {
     "while media are decoded": Moment(SLOW_INTAKE, prepared, LONG, deadline_s=0.3, silent=True),
     "while it waits for a place": Moment(1, added, LONG, crowd=PLACES, silent=True),
     "in prefill": Moment(CRAWLING_THINKER, added, LONG, LONG_PROMPT, silent=True),
-    "while generating": Moment(SLOW_THINKER, generating, LONG),
+    "while generating": Moment(CRAWLING_THINKER, generating, LONG),
     "after the thinker's end, in the talker": Moment(SLOW_TALKER, after_thinkers_end, SHORT),
     "after the thinker's end, in token2wav": Moment(SLOW_TOKEN2WAV, after_thinkers_end, SHORT),
 }
@@ -153,11 +151,9 @@ def sessions_beside(server: Served, crowd: int) -> Iterator[StageBoard]:
     with ExitStack() as stack:
         stack.callback(board.close)
         wait_for(lambda: board.open_sessions() == 0, board.open_sessions)
-        time.sleep(CLOSED_S)
-        begin_ns = time.monotonic_ns()
+        others = Sessions.from_now(server, board)
         for _ in range(crowd):
             stack.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, **LONG)))
-        others = Sessions(server, board, begin_ns)
         wait_for(
             lambda: len(others.keys("thinker", "tokens")) == crowd,
             lambda: (board.open_sessions(), others.keys("thinker", "added"), others.keys("thinker", "tokens")),
@@ -169,11 +165,10 @@ def batches(items: Sequence[tuple[str, Way]], size: int) -> Iterator[Sequence[tu
     return (items[at : at + size] for at in range(0, len(items), size))
 
 
-@in_time_once
 def leave(server: Served, moment: Moment, ways: dict[str, Way]) -> None:
-    """Ask each way, go away at the moment, and see that all is free in time."""
+    """Ask each way, go away at the moment, and see that all is free."""
     with sessions_beside(server, moment.crowd) as board, ExitStack() as stack:
-        sessions, leaving = Sessions(server, board, time.monotonic_ns()), []
+        sessions, leaving = Sessions.from_now(server, board), []
         for way, ask in ways.items():
             request = Request(
                 text=moment.text, seed=moment.seed, request_id=f"{way} {time.monotonic()}", **moment.options
@@ -187,31 +182,17 @@ def leave(server: Served, moment: Moment, ways: dict[str, Way]) -> None:
         wait_for(lambda: board.open_sessions() == moment.crowd, board.open_sessions)
         free_ns = time.monotonic_ns()
         keys = moment.reached(sessions)
-    noticed_ns = max(first_of(sessions, "noticed", key) for key in keys)
-    check_in_time(noticed_ns - left_ns, NOTICE_S, "noticed")
-    check_in_time(free_ns - noticed_ns - two_steps(server, STAGES, noticed_ns), FREE_S, "free")
-    check_engines(sessions, keys, noticed_ns)
+    noticed = {key: first_of(sessions, "noticed", key) for key in keys}
+    noticed_ns = max(noticed.values())
+    assert min(noticed.values()) > left_ns
+    for key in keys:
+        check_dropped(server, key, noticed[key], ("thinker",) if moment.silent else STAGES)
     record(moment, left_ns, noticed_ns, free_ns)
 
 
 def first_of(sessions: Sessions, event: str, key: str) -> int:
     """When any stage first recorded it of a session, on the machine's monotonic clock."""
     return min(found["ns"] for stage in STAGES for found in sessions.events(stage, event) if found["key"] == key)
-
-
-def two_steps(server: Served, stages: Sequence[str], since_ns: int) -> int:
-    """Nanoseconds of two steps of the slowest of these engines: of those that had not ended at this moment."""
-    return 2 * max(longest_step(server, stage, since_ns) for stage in stages)
-
-
-def check_engines(sessions: Sessions, keys: set[str], noticed_ns: int) -> None:
-    """Each engine that had them drops them in time, and gives nothing of them later."""
-    assert keys <= sessions.keys("thinker", "aborted")
-    for stage, event in [*((stage, "aborted") for stage in STAGES), ("thinker", "tokens")]:
-        allowed_ns = noticed_ns + two_steps(sessions.server, [stage], noticed_ns)
-        for found in sessions.events(stage, event):
-            if found["key"] in keys:
-                check_in_time(found["ns"] - allowed_ns, FREE_S, f"{event}, by {stage},")
 
 
 def record(moment: Moment, left_ns: int, noticed_ns: int, free_ns: int) -> None:
@@ -227,9 +208,8 @@ def test_a_deadline_ends_a_request_at_each_moment(server: Served, name: str) -> 
     outlast(server, moment, body)
 
 
-@in_time_once
 def outlast(server: Served, moment: Moment, body: str) -> None:
-    """Ask with a deadline that passes, and see that the answer says so in time."""
+    """Ask with a deadline that passes, and see that the answer says so before the reply's end."""
     with sessions_beside(server, moment.crowd) as board:
         begin_ns = time.monotonic_ns()
         status, text = server.post("/v2/models/qwen2_5_omni_unary/generate", body)
@@ -237,9 +217,4 @@ def outlast(server: Served, moment: Moment, body: str) -> None:
         assert status == 400
         assert f"timeout: {moment.deadline_s:g} s have passed [omni:timeout;stage=thinker]" in text
         assert moment.deadline_s <= seconds
-        steps_ns = two_steps(server, STAGES, begin_ns)
-        late_ns = (seconds - moment.deadline_s) * 1e9 - steps_ns
-        check_in_time(late_ns, FREE_S + NOTICE_S, "answered behind the deadline")
-        answered_ns = time.monotonic_ns()
         wait_for(lambda: board.open_sessions() == moment.crowd, board.open_sessions)
-        check_in_time(time.monotonic_ns() - answered_ns - steps_ns, FREE_S, "free")

@@ -7,6 +7,7 @@ import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,22 +293,22 @@ def test_parameters_of_triton_pass(server: Served) -> None:
 
 
 def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is_served(server: Served) -> None:
-    busy = [
-        server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}")) for i in range(8)
-    ]
-    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
-    with pytest.raises(Overloaded) as caught:
-        server.ask("one too many", "hello")
-    assert caught.value.message.endswith("all 8 sessions are in use")
-    assert (caught.value.stage, caught.value.retry_after_ms) == ("thinker", 250)
-    code, details = unary_error(server, {"text_input": [b"hello"]})
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert details.endswith("all 8 sessions are in use [omni:overloaded;stage=thinker;retry_after_ms=250]")
-    status, answer = generate(server, text_input="hello")
-    assert status == 400  # whatever the code: Triton's /generate knows no other
-    assert "[omni:overloaded;stage=thinker;retry_after_ms=250]" in answer["error"]
-    for stream in busy:
-        stream.close()
+    long = {"min_tokens": 200, "max_tokens": 200}
+    with ExitStack() as busy:
+        for i in range(8):
+            asked = Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}", thinker=long)
+            busy.enter_context(server.client.stream(asked))
+        wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
+        with pytest.raises(Overloaded) as caught:
+            server.ask("one too many", "hello")
+        assert caught.value.message.endswith("all 8 sessions are in use")
+        assert (caught.value.stage, caught.value.retry_after_ms) == ("thinker", 250)
+        code, details = unary_error(server, {"text_input": [b"hello"]})
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert details.endswith("all 8 sessions are in use [omni:overloaded;stage=thinker;retry_after_ms=250]")
+        status, answer = generate(server, text_input="hello")
+        assert status == 400  # whatever the code: Triton's /generate knows no other
+        assert "[omni:overloaded;stage=thinker;retry_after_ms=250]" in answer["error"]
     server.wait_until_idle()
     assert server.ask("the next", "hello", seed=1).info is not None
 

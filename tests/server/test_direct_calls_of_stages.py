@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,13 +132,13 @@ class Stranger:
 @contextmanager
 def stranger(server: Served, name: str, **options: Any) -> Iterator[Stranger]:
     """A session that a client begins at the thinker, asking for exactly what the ensemble asks for."""
-    with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
+    with grpc.insecure_channel(server.supervisor.grpc_url) as channel, ExitStack() as stack:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         lines = {stage: Line(stub, stage) for stage in ("thinker", "talker", "token2wav")}
+        for line in lines.values():
+            stack.callback(line.close)
         lines["thinker"].ask(to_grpc(Request(text="hello", seed=1, request_id=name, **options), "thinker"))
         yield Stranger(lines)
-        for line in lines.values():
-            line.close()
 
 
 def meta_of(tensors: Tensors) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -163,13 +164,14 @@ def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: Run
 
 
 def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
-    busy = [server.client.stream(Request(text="hello", seed=CRAWLING_THINKER)) for _ in range(8)]
-    wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
-    with pytest.raises(openai.RateLimitError, match="all 8 sessions are in use") as caught:
-        gateway.chat(messages=HELLO)
-    assert caught.value.response.headers["retry-after-ms"] == "250"
-    for stream in busy:
-        stream.close()
+    long = {"min_tokens": 200, "max_tokens": 200}
+    with ExitStack() as busy:
+        for _ in range(8):
+            busy.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=long)))
+        wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
+        with pytest.raises(openai.RateLimitError, match="all 8 sessions are in use") as caught:
+            gateway.chat(messages=HELLO)
+        assert caught.value.response.headers["retry-after-ms"] == "250"
     server.wait_until_idle()
     assert gateway.chat(messages=HELLO, seed=1).choices
 

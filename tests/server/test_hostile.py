@@ -19,7 +19,7 @@ from gateway_fakes import run_gateway
 from hostile import files
 from media_samples import audio_file, image_file
 from processes import family
-from server.serving import Served, resident_bytes
+from server.serving import NEVER_S, Served, resident_bytes
 from server.test_contract import (
     Inputs,
     generate,
@@ -260,7 +260,7 @@ def test_a_bad_body_of_infer_harms_nobody(hostile: Hostile, name: str) -> None:
 
 
 def post(server: Served, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(server.supervisor.http_url, timeout=30)
+    connection = http.client.HTTPConnection(server.supervisor.http_url, timeout=NEVER_S)
     with closing(connection):
         connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
         answer = connection.getresponse()
@@ -361,7 +361,7 @@ def test_many_broken_connections_leave_nothing(hostile: Hostile) -> None:
         b"\x16\x03\x01" + bytes(300),
         b"GET " + b"/" * 9000,
     ):
-        connection = http.client.HTTPConnection(hostile.server.supervisor.http_url, timeout=5)
+        connection = http.client.HTTPConnection(hostile.server.supervisor.http_url, timeout=NEVER_S)
         with closing(connection):
             connection.connect()
             assert connection.sock is not None

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from observed import OF_A_GPU, OF_THE_GATEWAY, alert_rules, dashboard_queries, named_metrics
 from otlp_receiver import Receiver, attributes, receive_spans
-from server.probes import FAILING_TOKEN2WAV, SLOW_THINKER
+from server.probes import CRAWLING_THINKER, FAILING_TOKEN2WAV
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.doctor import cli
 from triton_omni.session.ledger_table import GENERATION, Table
@@ -45,6 +44,10 @@ TRACES = {
     "client": "2cf7651916cd43dd8448eb211c80319e",
 }
 SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 40}}
+LONG: dict[str, Any] = {"seed": CRAWLING_THINKER, "thinker": {"min_tokens": 200, "max_tokens": 200}}
+"""Half a minute."""
+DEADLINE_S = 10
+"""In which a request has reached every stage."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def observed(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             at_start = server.metrics("omni_")
             ask_everything(server)
             server.wait_until_idle()
-            time.sleep(1.2)  # until the last figures are published too
+            server.wait_until_published()
             yield Observed(server, receiver, list(events_of(server.log())), at_start)
             server.stop()
         log = server.log()
@@ -140,14 +143,12 @@ def ask_wrong_ones(server: Served) -> None:
 
 def ask_ones_that_end_early(server: Served) -> None:
     # Not by the Python client, which cancels at a request's deadline, too.
-    late = {"seed": SLOW_THINKER, "timeout": 0.5}
-    body = {"id": "late", "text_input": MARKER, "sampling_parameters": json.dumps(late)}
+    late = json.dumps({**LONG, "timeout": DEADLINE_S})
+    body = {"id": "late", "text_input": MARKER, "sampling_parameters": late}
     assert "[omni:timeout;" in server.post("/v2/models/qwen2_5_omni_unary/generate", json.dumps(body))[1]
     refused(server, Request(text=MARKER, request_id="failing", seed=FAILING_TOKEN2WAV), Internal)
     server.wait_until_idle()
-    streams = [
-        server.client.stream(Request(text=MARKER, request_id=f"doomed {i}", seed=SLOW_THINKER)) for i in range(SESSIONS)
-    ]
+    streams = [server.client.stream(Request(text=MARKER, request_id=f"doomed {i}", **LONG)) for i in range(SESSIONS)]
     for stream in streams:
         next(stream)
     refused(server, Request(text=MARKER, request_id="too many"), Overloaded)
@@ -205,17 +206,16 @@ def test_the_doctor_finds_an_idle_server_and_a_busy_one_sound(
     observed: Observed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = observed.server
-    arguments = ["--server", str(server.supervisor.pid), "--persist", "5"]
+    arguments = ["--server", str(server.supervisor.pid), "--persist", "60"]
     assert cli.main(arguments) == 0
     told = capsys.readouterr().out
     assert f"{SESSIONS} of {SESSIONS} slots free" in told
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(server.ask, f"busy {i}", "hello", seed=SLOW_THINKER) for i in range(2)]
+    with ExitStack() as running:
+        for number in range(2):
+            running.enter_context(server.client.stream(Request(text="hello", request_id=f"busy {number}", **LONG)))
         wait_for(lambda: len(server.held()) > 3, server.held)
         assert cli.main(arguments) == 0
         assert "sessions open, the oldest for" in capsys.readouterr().out
-        for future in running:
-            future.result()
     server.wait_until_idle()
 
 

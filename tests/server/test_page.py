@@ -35,8 +35,8 @@ def test_what_is_read_and_heard_is_the_server_s(browser: Any, gateway: RunningGa
         (part,) = done["response"]["output"][0]["content"]
         assert at.page.evaluate("document.querySelector('.reply .said').textContent") != ""
         assert part["transcript"] != ""
-        assert 0 < float(at.times()["First text"].split()[0]) < 30
-        assert 0 < float(at.times()["First audio"].split()[0]) < 30
+        assert 0 < float(at.times()["First text"].split()[0]) < 600
+        assert 0 < float(at.times()["First audio"].split()[0]) < 600
         played = at.played()
         gaps = [following - first - len(samples) for (first, samples), (following, _) in pairwise(played)]
         # A slow machine may run dry; what the page tells of it is so, and nothing ever overlaps.

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +20,23 @@ import pytest
 
 from processes import children, is_running
 from server.asking import BATCH_TOLERANCE
-from server.commands import Command, command
-from server.probes import SLOW_THINKER
+from server.commands import DRAIN_S, Command, command
+from server.probes import CRAWLING_THINKER
 from server.serving import STAGES, wait_for
+from triton_omni.session.server_folder import ledger_name
+from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.leftovers import members
 from triton_omni.supervisor.machine import choose_ports
 from triton_omni_client import ConnectionFailed, Overloaded, Reply, Request
 
-GONE_S, STOP_S = 10.0, 10.0
+STOP_S = 100.0
+"""Of a stop that waits for no reply: they would have `DRAIN_S`."""
 LATER_S = 1.2
 """After this a second signal is no echo of the first."""
 ASKED = Request(text="hello", seed=7, talker={"temperature": 0}, thinker={"min_tokens": 20, "max_tokens": 20})
 WHOLE = Request(text="hello", seed=7, talker={"temperature": 0}, thinker={"min_tokens": 60, "max_tokens": 60})
-ENDLESS = Request(text="hello", seed=SLOW_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
-"""Ten seconds of text alone, and a slower thinker for all."""
+ENDLESS = Request(text="hello", seed=CRAWLING_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
+"""Half a minute of text alone, and a slower thinker for all."""
 
 
 class Place:
@@ -86,24 +89,24 @@ def test_a_server_killed_with_its_supervisor_leaves_nothing_and_starts_again(pla
     os.kill(server, signal.SIGKILL)
     with pytest.raises(ConnectionFailed):
         stream.collect()
-    wait_for(lambda: not any(map(is_running, processes)), lambda: processes, GONE_S)
-    wait_for(lambda: not shared_memory_of(first, server), lambda: shared_memory_of(first, server), GONE_S)
+    wait_for(lambda: not any(map(is_running, processes)), lambda: processes)
+    wait_for(lambda: not shared_memory_of(first, server), lambda: shared_memory_of(first, server))
     assert_same(place.start().client.stream(ASKED).collect(), before)
 
 
 def test_replies_run_through_a_stop_to_their_end_and_new_requests_are_refused(place: Place) -> None:
     """The last test of this module."""
     server = place.last()
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool, closing(StageBoard(ledger_name(server_of(server)))) as board:
         before = server.client.stream(WHOLE).collect()
         endless = server.client.stream(ENDLESS)
         next(endless)
         streamed = pool.submit(server.client.stream(WHOLE).collect)
         by_http, unary = pool.submit(server.generate_stream, WHOLE), pool.submit(server.http.unary, WHOLE)
-        time.sleep(0.3)
+        wait_for(lambda: board.open_sessions() == 4, board.open_sessions)
         server.process.send_signal(signal.SIGTERM)
         told_at = time.monotonic()
-        wait_for(lambda: not server.is_ready(), lambda: "still ready", 2)
+        wait_for(lambda: not server.is_ready(), lambda: "still ready")
         for ask in (server.client.stream(WHOLE).collect, lambda: server.http.unary(WHOLE)):
             with pytest.raises(Overloaded, match="the server is shutting down") as refusal:
                 ask()
@@ -119,7 +122,10 @@ def test_replies_run_through_a_stop_to_their_end_and_new_requests_are_refused(pl
         with pytest.raises(Overloaded, match="the server is shutting down"):
             endless.collect()
         assert server.process.wait(STOP_S) == 128 + signal.SIGTERM
-        assert "open replies: 4, which get 60 s at most, the whole stop 98 s" in server.process.stderr.read()
+        assert (
+            f"open replies: 4, which get {DRAIN_S} s at most, the whole stop {DRAIN_S + 38} s"
+            in server.process.stderr.read()
+        )
 
 
 def assert_same(reply: Reply, expected: Reply) -> None:

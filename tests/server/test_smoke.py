@@ -18,7 +18,7 @@ import pytest
 
 from gateway_fakes import MODEL, USER
 from processes import UNMEASURED, family, is_running
-from server.serving import ROOT, STAGES, wait_for
+from server.serving import NEVER_S, ROOT, STAGES, wait_for
 
 SMOKE = ROOT / "deploy" / "smoke.sh"
 
@@ -81,9 +81,9 @@ class Started:
 
 def smoke(*arguments: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "SMOKE_READY_S": "1"}
+    environment = {**os.environ, "PATH": path, "SMOKE_READY_S": "1", "SMOKE_STOP_S": "100"}
     return subprocess.run(
-        [SMOKE, *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [SMOKE, *arguments], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
 
 
@@ -109,7 +109,7 @@ def test_a_server_passes_from_ready_to_its_stop_and_leaves_nothing(
     ]
     replies = re.findall(r"(\d+) bytes", done.stdout)
     assert replies[0] == replies[1], "the same request has the same length of speech before and after"
-    output, errors = command.communicate(timeout=5)
+    output, errors = command.communicate(timeout=NEVER_S)
     assert (command.returncode, output) == (143, "")
     assert errors.startswith("starting: tritonserver is process ")
     started.check_that_nothing_is_left(tmp_path)

@@ -20,12 +20,14 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from processes import family
-from server.serving import STAGES, Served, wait_for
+from server.serving import STAGES, STRANGER, Served, wait_for
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request
 from triton_omni_client.protocol import to_grpc
 
+DEADLINE_S = 500.0
+"""Of direct calls: on a slow machine, too, the thinker has long turned them away by then."""
 LISTENS = "0A"
 """The state of a socket, in /proc/net."""
 Stub = service_pb2_grpc.GRPCInferenceServiceStub
@@ -98,28 +100,30 @@ TURNED_AWAY = (
 
 
 def test_a_client_that_calls_the_thinker_itself_is_turned_away_at_once(server: Served) -> None:
-    begin = time.monotonic()
+    unheard = server.log().count(STRANGER)
     assert TURNED_AWAY in called_by_grpc(server)
     assert TURNED_AWAY in called_by_http(server)
-    assert time.monotonic() - begin < UNHEARD_FOR_S / 4
+    assert server.log().count(STRANGER) == unheard, "for what it asked, and not for what the talker did not hear"
     assert not server.metrics("omni_sessions")['omni_sessions{stage="thinker"}']
 
 
 def test_one_that_asks_it_for_what_the_ensemble_asks_is_turned_away_in_the_end(server: Served) -> None:
     begin = time.monotonic()
     assert TURNED_AWAY in called_by_grpc(server, "META", "ROWS")
-    assert UNHEARD_FOR_S < time.monotonic() - begin < 2 * UNHEARD_FOR_S
+    assert time.monotonic() - begin > UNHEARD_FOR_S
     wait_for(lambda: not server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'], server.held)
     assert server.ask("after direct calls", "x", seed=1).info is not None
 
 
 def called_by_grpc(server: Served, *outputs: str) -> str:
     """What the thinker answers to a request for these outputs, or for all."""
-    message = to_grpc(Request(text="hello", seed=1, request_id="called by gRPC"), "thinker")
+    message = to_grpc(Request(text="hello", seed=1, request_id="called by gRPC", timeout=DEADLINE_S), "thinker")
     for name in outputs:
         message.outputs.add(name=name)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
-        answers = [answer.error_message for answer in Stub(channel).ModelStreamInfer(iter([message]), timeout=60)]
+        answers = [
+            answer.error_message for answer in Stub(channel).ModelStreamInfer(iter([message]), timeout=DEADLINE_S)
+        ]
     return "".join(answers)
 
 

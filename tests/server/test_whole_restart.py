@@ -27,13 +27,14 @@ import pytest
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
-from server.serving import TINY, Served, serve, wait_for
+from server.serving import NEVER_S, TINY, Served, held_back, serve, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.restart import RestartPolicy
+from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import ConnectionFailed, Internal, Reply, Request
 
 STARTS = 1
@@ -63,7 +64,7 @@ class Supervised:
 
     def is_ready(self) -> bool:
         with suppress(OSError, HTTPException):
-            return bool(urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5).status == 200)
+            return bool(urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=NEVER_S).status == 200)
         return False
 
     @property
@@ -134,7 +135,7 @@ def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> No
     """Kill these under three requests; each ends before the server is ready again, whose replies are as before then."""
     server, board, old = supervised.server, supervised.board(), supervised.server.supervisor.pid
     table, deaths = ledger_name(old), server.supervisor.deaths
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, held_back(Supervisor, "_pause"):
         requests: list[Future[Any]] = [
             pool.submit(ask_for) for ask_for in (lambda: server.client.stream(LONG).collect(), *by_http(supervised))
         ]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:
 
 LONG = replace(GREEDY, max_tokens=60, min_tokens=60)
 WAYS = pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "scheduled ahead"])
-TURNS_S = 0.5
+TIMES, TURNS = 20, 10
+"""How often who finds no block is tried, and the turns of a loop in between."""
 
 
 @WAYS
@@ -40,6 +43,7 @@ def test_a_sequence_that_is_computed_again_speaks_the_same_codes(tiny_checkpoint
 def test_who_finds_no_cache_block_is_tried_now_and_then_while_the_others_wait_for_rows(
     tiny_checkpoint, talker, voices, monkeypatch, ahead
 ):
+    from triton_omni.vllm_hooks.talker import waiting
     from triton_omni.vllm_hooks.talker.waiting import STARVED_S
 
     # Beside the rows of the one that waits, 192 tokens of the other find a place.
@@ -57,11 +61,13 @@ def test_who_finds_no_cache_block_is_tried_now_and_then_while_the_others_wait_fo
     assert 180 < len(spoken.codes["long"]) < 220
     schedule = mock.Mock(wraps=small._core.scheduler.schedule)
     monkeypatch.setattr(small._core.scheduler, "schedule", schedule)
-    end = time.monotonic() + TURNS_S
-    while time.monotonic() < end:
-        if small.has_work():
-            spoken.step(small)
-    assert 0 < schedule.call_count <= TURNS_S / STARVED_S + 1
+    now = itertools.count(time.monotonic(), STARVED_S / TURNS)
+    with monkeypatch.context() as patch:
+        for moment in itertools.islice(now, TIMES * TURNS):
+            patch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda moment=moment: moment))
+            if small.has_work():
+                spoken.step(small)
+    assert TIMES / 2 < schedule.call_count <= TIMES + 1
     small.feed("slow", slow.rows[62:])
     small.end("slow")
     spoken.drain(small)
