@@ -145,7 +145,7 @@ def finished(ensemble):
 def stand_still(p, stage):
     """The stage's loop turns no more, until what is returned is set."""
     goes_on, stands = threading.Event(), threading.Event()
-    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(WAIT_S))
+    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(NEVER_S))
     assert stands.wait(WAIT_S)
     return goes_on
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import is_running, wait_for
+from processes import IN_TIME_S, is_running, wait_for
 from triton_omni.supervisor import mps
 from triton_omni.supervisor.machine import ServerError, visible_gpus
 from triton_omni.supervisor.mps import mps_daemon
@@ -277,7 +277,7 @@ def test_the_daemon_quits_when_a_signal_ends_the_command(
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(number)
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(IN_TIME_S) == 128 + number
     assert record.events()[-3:] == ["triton-end", "quit", "end"]
     assert record.nothing_is_left()
 

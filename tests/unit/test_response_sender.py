@@ -11,7 +11,7 @@ from fake_pb_utils import PbUtils, Request, TritonError
 from triton_omni.core.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, Overloaded, TooLarge
 from triton_omni.stub.response_sender import SendingThread, TritonResponseSender
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
