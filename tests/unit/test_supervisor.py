@@ -226,7 +226,8 @@ def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
 def test_a_server_that_never_gets_ready_is_stopped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=0.1))
     # Not before it can be stopped in order.
-    monkeypatch.setattr(serve.StartReport, "look", lambda _: wait_for(lambda: listens(server.http_url)))
+    look = "triton_omni.supervisor.start_report.StartReport.look"
+    monkeypatch.setattr(look, lambda _: wait_for(lambda: listens(server.http_url)))
     with pytest.raises(ServerNotReady, match=r"not ready after 0\.1 s"), server:
         pass
     assert server.exit_code == 0
