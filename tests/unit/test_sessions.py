@@ -743,16 +743,14 @@ def test_deadline_ends_the_session_with_a_timeout():
 
 
 def test_deadline_that_passes_while_only_token2wav_works_is_a_timeout(monkeypatch):
-    # However long the step takes, token2wav is not taken to hang.
-    monkeypatch.setattr("triton_omni.thinker.open_session.STILL_S", NEVER_S)
-    waveform = StoppedWaveformEngine()
+    waveform = FakeWaveformEngine()
+    # It steps on, and nothing comes of it.
+    monkeypatch.setattr(waveform, "step", lambda: (waveform._begin_step(), [])[1])
+    waveform.step_s = 0.01
     with pipeline(waveform=waveform) as p:
         ensemble = p.ask()
-        assert waveform.stepping.wait(WAIT_S)
-        wait_for(lambda: ensemble.reply.text.endswith("w9 ") and not p.engines[1].open_keys)
+        wait_for(lambda: waveform.steps and ensemble.reply.text.endswith("w9 ") and not p.engines[1].open_keys)
         pass_deadlines(p)
-        wait_for(lambda: all(session.ended_ns for session in p.thinker._open.values()))
-        waveform.go.set()
         assert finished(ensemble).error.to_text() == DEADLINE_PASSED
         p.wait_until_empty()
 
