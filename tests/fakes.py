@@ -36,6 +36,8 @@ from triton_omni.session.wire import SEAL_BYTES, Seal, Session, TalkerMessage, T
 from triton_omni.thinker.preprocessed import Preprocessed
 
 HIDDEN = 8
+USUAL_TIMEOUT_S = 600.0
+"""A session's deadline, where a test does not say: later than any test waits for its end."""
 
 
 class _AnySeal(Seal):
@@ -254,13 +256,24 @@ class FakeEnsemble:
 
 
 class FakeIntake:
-    """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool."""
+    """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool.
+    There one that is `held` keeps each request until `goes_on` is set, or it is closed.
+    """
 
     def __init__(
-        self, delay_s: float = 0.0, *, later: bool = False, prefixes: PrefixKeys | None = None, **session
+        self,
+        delay_s: float = 0.0,
+        *,
+        later: bool = False,
+        held: bool = False,
+        prefixes: PrefixKeys | None = None,
+        **session,
     ) -> None:
-        self._delay_s, self._later, self._prefixes = delay_s, later, prefixes
+        self._delay_s, self._later, self._prefixes = delay_s, later or held, prefixes
         self._session = session
+        self.goes_on = threading.Event()
+        if not held:
+            self.goes_on.set()
 
     def prepare_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]
@@ -274,8 +287,9 @@ class FakeIntake:
         take_timeout: Callable[[float], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Preprocessed:
-        take_timeout(self._session.get("timeout_s", 30.0))
+        take_timeout(self._session.get("timeout_s", USUAL_TIMEOUT_S))
         time.sleep(self._delay_s)
+        self.goes_on.wait()
         text = (raw.text_input or b"").decode()
         if text == "bad":
             raise BadRequest("text_input: is bad")
@@ -301,7 +315,7 @@ class FakeIntake:
         return ()
 
     def close(self) -> None:
-        pass
+        self.goes_on.set()
 
 
 class _FakeEngine:

@@ -3,6 +3,7 @@
 
 import contextlib
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 
@@ -22,7 +23,12 @@ from triton_omni.token2wav.stage import Token2WavStage
 
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
-WAIT_S = 60.0
+WAIT_S = 120.0
+"""However slow the machine is. Where it waits so long, the test has failed."""
+NEVER_S = 600.0
+"""Longer than any test waits."""
+DEADLINE_PASSED = "timeout: 0 s have passed [omni:timeout;stage=thinker]"
+"""What the client is told of a deadline that `pass_deadlines` has set."""
 ROW_PLACES, CODE_PLACES = 4, 6
 """Few, so that they go round."""
 BY_RING = False
@@ -134,6 +140,27 @@ def finished(ensemble):
     assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
     assert all(sender.finals == 1 for sender in ensemble.senders)
     return ensemble.reply
+
+
+def stand_still(p, stage):
+    """The stage's loop turns no more, until what is returned is set."""
+    goes_on, stands = threading.Event(), threading.Event()
+    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(NEVER_S))
+    assert stands.wait(WAIT_S)
+    return goes_on
+
+
+def pass_deadlines(p):
+    """The deadline of each open session was when it was accepted."""
+    for session in list(p.thinker._open.values()):
+        p.thinker._take_timeout(session, 0.0)
+
+
+def let_stages_wait(monkeypatch):
+    """However slow one is, the others wait for it: what ends is ended in the protocol's order alone."""
+    monkeypatch.setattr("triton_omni.thinker.open_session.FORGET_AFTER_S", NEVER_S)
+    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", NEVER_S)
+    monkeypatch.setattr("triton_omni.token2wav.stage.LONGEST_STEP_S", NEVER_S)
 
 
 def record(ledger, key):

@@ -50,7 +50,7 @@ from triton_omni.thinker.slots import Slots
 STAGES = ("thinker", "talker", "token2wav")
 ORDERS = list(itertools.permutations(STAGES))
 FORK = multiprocessing.get_context("fork")
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -419,8 +419,9 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     assert thinker.silent_for("thinker") < WAIT_S
     time.sleep(0.3)
     assert thinker.silent_for("thinker") >= 0.3
+    begin = time.monotonic()
     thinker.beat()
-    assert thinker.silent_for("thinker") < 0.3
+    assert thinker.silent_for("thinker") <= time.monotonic() - begin
     assert attach("thinker", StageFacts(1)).word(EPOCH, "thinker") == 2
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeIntake, FakeThinkerEngine
-from session_rig import finished, pipeline
+from session_rig import WAIT_S, finished, pipeline
 from triton_omni.core.events import LONGEST_VALUE, log_event
 from triton_omni.core.log_format import PlainFormatter, configure_logging, json_formatter
 from triton_omni.core.settings import SettingsError
@@ -55,7 +56,7 @@ def test_a_reply_is_told_by_every_stage_under_its_names(told):
     assert by_stage["token2wav"]["audio_s"] == pytest.approx(by_stage["talker"]["codes"] * 2 / 24000, abs=1e-4)
 
 
-def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told):
+def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told, monkeypatch):
     seen = []
 
     class Engine(FakeThinkerEngine):
@@ -64,14 +65,20 @@ def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told
             return super().step()
 
     with pipeline(thinker=Engine()) as p:
-        finished(p.ask("12345"))
+        # The loop hears of the request and of its sequence in one turn, however slow the one is who tells.
+        loop, stands, asked = p.thinker._loop, threading.Event(), threading.Event()
+        monkeypatch.setattr(loop, "_turn", lambda turn=loop._turn: (stands.set(), asked.wait(WAIT_S), turn()))
+        assert stands.wait(WAIT_S)
+        ensemble = p.ask("12345")
+        asked.set()
+        finished(ensemble)
         p.wait_until_empty()
     assert seen[:2] == [[], [("thinker", "accepted", None)]]
 
 
 def test_a_request_is_told_of_while_nothing_can_be_launched(told):
     with pipeline() as p:
-        assert p.ask("bad").reply.done.wait(5)
+        assert p.ask("bad").reply.done.wait(WAIT_S)
         p.wait_until_empty()
     assert [event for _, event, _ in events(told)[0]] == ["accepted", "refused"]
 
@@ -87,8 +94,8 @@ def test_a_failure_is_told_by_every_stage_with_its_code(told, engine):
 
 
 def test_a_cancel_is_told_by_every_stage(told):
-    with pipeline() as p:
-        p.engines[0].step_s = 0.05
+    with pipeline(thinker=FakeThinkerEngine(length=10**9)) as p:
+        p.engines[0].step_s = 0.001
         ensemble = p.ask("12345")
         ensemble.cancelled = True
         finished(ensemble)

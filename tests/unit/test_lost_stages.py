@@ -9,16 +9,32 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
-from session_rig import WAIT_S, finished, pipeline, wait_for
+from session_rig import (
+    DEADLINE_PASSED,
+    NEVER_S,
+    WAIT_S,
+    finished,
+    let_stages_wait,
+    pass_deadlines,
+    pipeline,
+    stand_still,
+    wait_for,
+)
 from triton_omni.core.errors import InternalError, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
 from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_while_held
 from triton_omni.session.stage import REVIVED_AFTER_MS
 from triton_omni.session.stage_board import StageBoard
+from triton_omni.thinker.open_session import STILL_S
 
 STAGES = ("thinker", "talker", "token2wav")
-SOON_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """No other way than the one under test ends a session."""
+    let_stages_wait(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -56,7 +72,7 @@ def endless():
 
 
 def assert_told(ensemble, stage):
-    wait_for(lambda: ensemble.reply.error is not None, SOON_S, "the client was told nothing")
+    wait_for(lambda: ensemble.reply.error is not None, message="the client was told nothing")
     error = ensemble.reply.error
     assert isinstance(error, InternalError)
     assert (error.stage, error.retry_after_ms) == (stage, REVIVED_AFTER_MS)
@@ -73,13 +89,13 @@ def test_a_reply_is_failed_by_the_stages_that_are_left_and_kept_by_none(stage):
         for ensemble in ensembles:
             assert_told(ensemble, stage)
         left = others(stage)
-        wait_for(lambda: not any(getattr(p, other).stats().sessions for other in left), SOON_S)
-        wait_for(lambda: not any(p.engines[STAGES.index(other)].open_keys for other in left), SOON_S)
+        wait_for(lambda: not any(getattr(p, other).stats().sessions for other in left))
+        wait_for(lambda: not any(p.engines[STAGES.index(other)].open_keys for other in left))
         assert board.open_sessions() == 0
 
 
 def test_a_request_that_is_being_prepared_when_the_thinker_dies_is_failed_by_the_talker():
-    with watched(intake=FakeIntake(delay_s=WAIT_S)) as (p, board):
+    with watched(intake=FakeIntake(held=True)) as (p, board):
         ensemble = p.ask("12345")
         wait_for(lambda: p.talker._unopened)
         kill(p, board, "thinker")
@@ -89,7 +105,7 @@ def test_a_request_that_is_being_prepared_when_the_thinker_dies_is_failed_by_the
 
 @pytest.mark.parametrize("stage", ["talker", "token2wav"])
 def test_a_request_that_is_being_prepared_when_another_stage_dies_is_failed_by_the_thinker(stage):
-    with watched(intake=FakeIntake(delay_s=0.3)) as (p, board):
+    with watched(intake=FakeIntake(held=True)) as (p, board):
         ensemble = p.ask("12345")
         kill(p, board, stage)
         assert_told(ensemble, stage)
@@ -112,49 +128,41 @@ def test_a_whole_reply_whose_last_request_a_stage_took_with_it_still_ends(stage)
         wait_for(lambda: p.thinker.stats().sessions == 0)
 
 
-def stand_still(p, stage):
-    """The stage's loop turns no more, until what is returned is set."""
-    goes_on, stands = threading.Event(), threading.Event()
-    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(WAIT_S))
-    assert stands.wait(WAIT_S)
+def hang(p, stage):
+    """The stage stands still, for so long that it is taken to be in a long step, or to hang."""
+    goes_on = stand_still(p, stage)
+    wait_for(lambda: p.ledgers[0].silent_for(stage) > STILL_S)
     return goes_on
 
 
-@pytest.fixture
-def quick_doubt(monkeypatch):
-    """A stage is taken to be in a long step, or to hang, sooner than a session's deadline comes in these tests."""
-    monkeypatch.setattr("triton_omni.thinker.open_session.STILL_S", 0.1)
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_session_that_a_hanging_stage_keeps_beyond_its_deadline_is_seen_and_told_when_that_is_ended(
-    stage, quick_doubt
-):
-    with watched(thinker=endless(), intake=FakeIntake(timeout_s=0.8)) as (p, board):
+def test_a_session_that_a_hanging_stage_keeps_beyond_its_deadline_is_seen_and_told_when_that_is_ended(stage):
+    with watched(thinker=endless()) as (p, board):
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.reply.responses)
-        goes_on = stand_still(p, stage)
+        goes_on = hang(p, stage)
         assert not board.holds_overdue(stage)
+        pass_deadlines(p)
         wait_for(lambda: board.holds_overdue(stage))
         time.sleep(0.1)
         assert ensemble.reply.error is None
         board.mark_lost(stage)
         assert_told(ensemble, stage)
-        wait_for(lambda: not board.holds_overdue(stage), SOON_S)
+        wait_for(lambda: not board.holds_overdue(stage))
         goes_on.set()
 
 
 @pytest.mark.parametrize("stage", ["talker", "token2wav"])
-def test_a_deadline_that_passes_while_a_stage_stands_still_is_told_when_it_goes_on(stage, quick_doubt):
-    # Time enough to stop the stage before, on a busy machine too.
-    with watched(thinker=endless(), intake=FakeIntake(timeout_s=1.5)) as (p, board):
+def test_a_deadline_that_passes_while_a_stage_stands_still_is_told_when_it_goes_on(stage):
+    with watched(thinker=endless()) as (p, board):
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.reply.responses)
-        goes_on = stand_still(p, stage)
+        goes_on = hang(p, stage)
+        pass_deadlines(p)
         wait_for(lambda: board.holds_overdue(stage))
         time.sleep(0.1)
         goes_on.set()
-        assert finished(ensemble).error.to_text() == "timeout: 1.5 s have passed [omni:timeout;stage=thinker]"
+        assert finished(ensemble).error.to_text() == DEADLINE_PASSED
         p.wait_until_empty()
         assert not any(board.holds_overdue(other) for other in STAGES)
 
@@ -170,11 +178,13 @@ def test_a_thinker_that_hangs_when_a_request_comes_is_known_to_keep_it_beyond_it
 
 
 def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
-    with watched(intake=FakeIntake(delay_s=0.5), settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
+    intake = FakeIntake(held=True)
+    with watched(intake=intake, settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
         ensemble = p.ask("12345")
         wait_for(lambda: sum(bool(sender.finals) for sender in ensemble.senders[1:]) > 4)
         assert not ensemble.reply.done.is_set(), "heartbeats are given back before the session opens"
         assert len(p.talker._unopened) <= 1
+        intake.goes_on.set()
         finished(ensemble)
         assert not p.talker._unopened
 
@@ -187,7 +197,7 @@ def test_a_refusal_of_a_stage_that_died_meanwhile_is_told_all_the_same():
         time.sleep(0.05)
         assert ensemble.reply.error is None
         board.mark_lost("talker")
-        wait_for(lambda: ensemble.reply.error is not None, SOON_S)
+        wait_for(lambda: ensemble.reply.error is not None)
         assert ensemble.reply.error.message == "text_input: is bad"
 
 
@@ -204,8 +214,11 @@ def test_while_a_stage_is_missing_requests_are_refused_and_served_when_it_is_bac
 
 def test_a_message_of_a_lost_session_that_comes_late_is_failed():
     with watched(thinker=endless()) as (p, board):
-        ensemble = p.ask("12345", transit_s=0.3)
+        submit, is_lost = p.talker.submit, threading.Event()
+        p.talker.submit = lambda *message: (is_lost.wait(WAIT_S), submit(*message))
+        ensemble = p.ask("12345")
         board.mark_lost("thinker")
+        is_lost.set()
         assert_told(ensemble, "thinker")
         assert p.talker.stats().sessions == 0
 
@@ -263,10 +276,10 @@ def test_a_new_process_waits_while_it_is_held():
     with watched() as (p, board), ThreadPoolExecutor(3) as pool:
         name = p.ledgers[0].name
         board.set_word(HELD, True, "talker")
-        held = pool.submit(wait_while_held, name, "talker", WAIT_S)
-        for stage, seconds in (("thinker", WAIT_S), ("talker", 0.05)):
-            pool.submit(wait_while_held, name, stage, seconds).result(SOON_S)
+        held = pool.submit(wait_while_held, name, "talker", NEVER_S)
+        for stage, seconds in (("thinker", NEVER_S), ("talker", 0.05)):
+            pool.submit(wait_while_held, name, stage, seconds).result(WAIT_S)
         assert not held.done()
         board.set_word(HELD, False, "talker")
-        held.result(SOON_S)
-    wait_while_held("triton-omni-of-nobody", "talker", WAIT_S)
+        held.result(WAIT_S)
+    wait_while_held("triton-omni-of-nobody", "talker", NEVER_S)

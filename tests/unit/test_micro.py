@@ -182,7 +182,7 @@ def test_a_childs_lines_are_passed_on_and_its_last_words_are_the_reason_of_a_fai
     reason, (line,) = run_child(micro, monkeypatch, tmp_path, code)
     assert reason == "exit code 1: out of memory"
     assert line.keys() == {"ready", "took_s"}
-    assert 0 < line["took_s"] < 60
+    assert line["took_s"] > 0
 
 
 def test_a_child_that_ends_well_has_no_reason(micro, monkeypatch, tmp_path):

@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from processes import is_running, wait_for
+from processes import IN_TIME_S, is_running, wait_for
 from triton_omni.supervisor import mps
 from triton_omni.supervisor.machine import ServerError, visible_gpus
 from triton_omni.supervisor.mps import mps_daemon
@@ -116,6 +116,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("MPS_RECORD", str(tmp_path / "record"))
     monkeypatch.setattr(mps, "visible_gpus", lambda _: 1)
+    # Neither is given up because it is slow.
+    for limit in ("mps._ANSWERS_WITHIN_S", "mps._ENDS_WITHIN_S", "server_run._ALONE_S"):
+        monkeypatch.setattr(f"triton_omni.supervisor.{limit}", IN_TIME_S)
     found = Record(tmp_path / "record")
     yield found
     for event in {"start", "server"} & set(found.events()):  # of a test that failed
@@ -164,7 +167,15 @@ def test_a_daemon_that_does_not_quit_is_killed_with_its_servers(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPS_BEHAVIOUR", "deaf")
-    monkeypatch.setattr(mps, "_ENDS_WITHIN_S", 0.3)
+    tell = mps._tell
+
+    def tell_and_wait_little(program: str, env: Mapping[str, str], command: str) -> bool:
+        took = tell(program, env, command)
+        if command == "quit":
+            monkeypatch.setattr(mps, "_ENDS_WITHIN_S", 0.3)
+        return took
+
+    monkeypatch.setattr(mps, "_tell", tell_and_wait_little)
     with mps_daemon(os.environ):
         assert is_running(record.daemon())
     assert record.events()[-1] == "quit"
@@ -258,10 +269,11 @@ def arguments(config: ServerConfig, tiny_checkpoint: Path) -> list[str]:
     return [f"--model-repository={config.model_repository}", f"--model={tiny_checkpoint}", *ports]
 
 
-# The command in a process of its own, on a machine with a GPU.
-COMMAND = """import sys
-from triton_omni.supervisor import mps, serve
+# The command in a process of its own, on a machine with a GPU, where nobody is given up because it is slow.
+COMMAND = f"""import sys
+from triton_omni.supervisor import mps, serve, server_run
 mps.visible_gpus = lambda environment: 1
+mps._ANSWERS_WITHIN_S = mps._ENDS_WITHIN_S = server_run._ALONE_S = {IN_TIME_S}
 sys.exit(serve.main(sys.argv[1:]))"""
 
 
@@ -277,7 +289,7 @@ def test_the_daemon_quits_when_a_signal_ends_the_command(
         assert process.stdout.readline().startswith("READY ")
         process.send_signal(number)
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(IN_TIME_S) == 128 + number
     assert record.events()[-3:] == ["triton-end", "quit", "end"]
     assert record.nothing_is_left()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.readiness import Readiness, say_ready, say_unready
 
-WAIT_S = 5.0
+WAIT_S = 120.0
 BROKEN, IDLE = 'name: "standstill"\nbackend: "none"\n', 'name: "standstill"\nbackend: "python"\n'
 
 
@@ -101,10 +100,10 @@ def test_what_triton_refused_is_said_again_and_reported_once(
 
 def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:
     triton.may_answer.clear()
-    readiness, begin = Readiness(triton, triton.repository), time.monotonic()
+    readiness = Readiness(triton, triton.repository)
     for ready in (False, True, False):
         readiness.set_ready(ready)
-    assert time.monotonic() - begin < WAIT_S / 2
+    assert not triton.calls
     triton.may_answer.set()
     readiness.join(WAIT_S)
     assert triton.loads() == [False]

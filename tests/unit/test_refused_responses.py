@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
-from session_rig import finished, pipeline, wait_for
+from session_rig import finished, let_stages_wait, pipeline, wait_for
 from triton_omni.core.errors import InternalError
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session.engine import Sampling
@@ -18,10 +18,14 @@ from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import refused_error
 from triton_omni.session.wire import Kind
 
-SOON_S = 1.8
-"""Far from any deadline, and less than what an error waits for stages that do not stop."""
 MESSAGES = {"talker": thinker_message, "token2wav": talker_message}
 SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """No error is answered because another stage did not stop for long."""
+    let_stages_wait(monkeypatch)
 
 
 class Refusal:
@@ -40,16 +44,13 @@ class Refusal:
         return refused
 
 
-def failed_soon(p, refusal, **asked):
+def failed(p, refusal, **asked):
     """The error that a client gets where something is refused; nothing stays, and the next request is served."""
-    begun = time.monotonic()
     reply = finished(p.ask(refuses=refusal, **asked))
-    seconds = time.monotonic() - begun
     assert refusal.count, "nothing was refused"
     assert reply.error is not None, "the stream ended as if it were whole"
     assert reply.error.code == "internal"
     assert reply.info == ""
-    assert seconds < SOON_S
     p.wait_until_empty()
     assert finished(p.ask()).error is None
     return reply.error
@@ -85,7 +86,7 @@ class EngineThatTakesNothing(FakeThinkerEngine):
 @pytest.mark.parametrize("transit_s", [0.0, 0.02])
 def test_a_refused_response_to_the_client_ends_its_stream_with_an_error(matches, audio_format, transit_s):
     with pipeline(intake=FakeIntake(session={"audio_format": audio_format})) as p:
-        error = failed_soon(p, Refusal("client", matches), transit_s=transit_s)
+        error = failed(p, Refusal("client", matches), transit_s=transit_s)
         assert error.to_text() == refused_error("token2wav").to_text()
 
 
@@ -101,24 +102,24 @@ def test_a_long_reply_with_a_hole_does_not_go_on(output):
 
 def test_the_refusal_of_the_last_sound_is_seen_although_the_reply_is_over():
     with pipeline(waveform=WaveformAtTheEnd()) as p:
-        error = failed_soon(p, Refusal("client", lambda answer: len(answer["audio_output"])))
+        error = failed(p, Refusal("client", lambda answer: len(answer["audio_output"])))
         assert error.to_text() == refused_error("token2wav").to_text()
 
 
 def test_the_header_of_an_empty_wav_is_a_part_of_the_reply():
     intake = FakeIntake(session={"audio_format": "wav"})
     with pipeline(intake=intake, thinker=FakeThinkerEngine(length=1)) as p:
-        failed_soon(p, Refusal("client", lambda answer: answer["audio_base64"]))
+        failed(p, Refusal("client", lambda answer: answer["audio_base64"]))
 
 
 def test_a_refused_text_of_a_reply_without_sound_ends_it_with_an_error():
     with pipeline(intake=FakeIntake(session={"want_audio": False})) as p:
-        failed_soon(p, Refusal("client", lambda answer: answer["text_output"]))
+        failed(p, Refusal("client", lambda answer: answer["text_output"]))
 
 
 def test_a_stream_of_which_nothing_more_is_taken_still_ends():
     with pipeline() as p:
-        failed_soon(p, Refusal("client", lambda answer: answer["text_output"], lasting=True))
+        failed(p, Refusal("client", lambda answer: answer["text_output"], lasting=True))
 
 
 def test_others_go_on():
@@ -163,14 +164,14 @@ def test_the_first_text_of_a_reply_whose_end_was_refused_is_counted_once():
 def test_a_refused_message_ends_the_session_with_an_error(to, matches, transit_s):
     with pipeline() as p:
         # By its sender, or by the receiver of the next one.
-        assert failed_soon(p, Refusal(to, matches), transit_s=transit_s).stage in (to, SENDERS[to])
+        assert failed(p, Refusal(to, matches), transit_s=transit_s).stage in (to, SENDERS[to])
 
 
 @pytest.mark.parametrize("to", MESSAGES)
 @pytest.mark.parametrize("want_audio", [True, False])
 def test_a_refused_last_message_ends_the_session_at_once_and_not_at_its_deadline(to, want_audio):
     with pipeline(intake=FakeIntake(session={"want_audio": want_audio})) as p:
-        error = failed_soon(p, Refusal(to, lambda message: message.last))
+        error = failed(p, Refusal(to, lambda message: message.last))
         assert error.to_text() == refused_error(SENDERS[to]).to_text()
 
 
@@ -184,7 +185,7 @@ def test_a_client_whose_session_could_not_be_opened_is_told(to, lasting, later, 
     intake = FakeIntake(delay_s=0.05 if later else 0.0)
     with pipeline(intake=intake, settings=settings) as p:
         refusal = Refusal(to, lambda message: message.kind == Kind.OPEN, lasting=lasting)
-        error = failed_soon(p, refusal, transit_s=transit_s)
+        error = failed(p, refusal, transit_s=transit_s)
         assert error.to_text() == refused_error(SENDERS[to]).to_text()
 
 
@@ -194,7 +195,7 @@ def test_a_session_of_which_no_message_is_taken_any_more_still_ends_with_an_erro
     """At once: no error can be on its way when all that left has come back."""
     with pipeline(thinker=FakeThinkerEngine(length=50)) as p:
         refusal = Refusal(to, lambda message: message.kind == Kind.DATA, lasting=True)
-        error = failed_soon(p, refusal, sends_after_s=sends_after_s)
+        error = failed(p, refusal, sends_after_s=sends_after_s)
         assert error.message == "the stages before ended the session without an answer"
 
 
@@ -209,7 +210,7 @@ def test_a_session_that_could_not_be_opened_and_fails_by_itself_meanwhile_is_tol
         reply = finished(p.ask(refuses=refusal, transit_s=0.02, sends_after_s=sends_after_s))
         assert refusal.count == 1
         assert reply.error is not None, "the stream ended as if it were whole"
-        p.wait_until_empty(SOON_S)
+        p.wait_until_empty()
 
 
 def test_a_session_that_the_talker_refuses_and_could_not_open_is_told():
@@ -218,7 +219,7 @@ def test_a_session_that_the_talker_refuses_and_could_not_open_is_told():
     with pipeline(intake=intake, talker_settings=limits) as p:
         reply = finished(p.ask(refuses=Refusal("token2wav", lambda message: message.kind == Kind.OPEN)))
         assert reply.error.to_text() == refused_error("talker").to_text()
-        p.wait_until_empty(SOON_S)
+        p.wait_until_empty()
 
 
 def test_a_stop_leaves_a_session_to_later_stages_that_were_told_of_its_end():
@@ -280,8 +281,6 @@ def test_a_refused_heartbeat_harms_nobody():
 def test_a_refusal_behind_a_refused_heartbeat_waits_for_those_alone_that_left():
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
     with pipeline(intake=FakeIntake(delay_s=0.05), settings=settings) as p:
-        begun = time.monotonic()
         reply = finished(p.ask("bad", refuses=Refusal("talker", lambda message: True)))
         assert reply.error.message == "text_input: is bad"
-        assert time.monotonic() - begun < SOON_S
         p.wait_until_empty()

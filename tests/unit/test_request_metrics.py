@@ -2,6 +2,7 @@
 """Three real stages with fake engines: what they count, and that each request ends in exactly one way."""
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -64,7 +65,11 @@ def test_a_reply_is_finished_and_its_tokens_codes_sound_and_times_are_counted():
 
 
 def test_a_mix_of_all_endings_is_counted_once_each():
-    with pipeline(settings=ThinkerSettings(max_sessions=2), thinker=FakeThinkerEngine(length=4)) as p:
+    engine = FakeThinkerEngine(length=4)
+    has_sequences, goes_on = engine.has_work, threading.Event()
+    engine.has_work = lambda: goes_on.is_set() and has_sequences()
+    with pipeline(settings=ThinkerSettings(max_sessions=2), thinker=engine) as p:
+        goes_on.set()
         for ask in ("12345", "bad"):
             finished(p.ask(ask))
         p.wait_until_empty()
@@ -72,13 +77,13 @@ def test_a_mix_of_all_endings_is_counted_once_each():
         finished(p.ask("12345"))
         p.engines[2].fail_key = None
         p.wait_until_empty()
-        p.engines[0].step_s = 0.05
+        goes_on.clear()
         held = [p.ask("12345") for _ in range(2)]
         finished(p.ask("12345"))
         held[0].cancelled = True
-        for ensemble in held:
-            finished(ensemble)
-        p.engines[0].step_s = 0
+        finished(held[0])
+        goes_on.set()
+        finished(held[1])
         ended = settled(p)
         assert ended == {"finished": 2, "refused": 2, "failed": 1, "cancelled": 1}
         assert errors(p) == {
@@ -90,7 +95,7 @@ def test_a_mix_of_all_endings_is_counted_once_each():
 
 
 def test_a_deadline_that_passes_is_timed_out_in_every_phase():
-    with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(delay_s=0.3, timeout_s=0.1)) as p:
+    with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(held=True, timeout_s=0.1)) as p:
         finished(p.ask("12345"))
         assert settled(p) == {"timed_out": 1}
     with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(timeout_s=0.1)) as p:
@@ -128,7 +133,8 @@ class _NotStarted:
 
 def test_sessions_are_told_by_state_and_their_credits(monkeypatch):
     with pipeline(talker=FakeTalkerEngine(), thinker=FakeThinkerEngine(length=6)) as p:
-        p.engines[1].step_s = 0.1
+        has_rows, goes_on = p.engines[1].has_work, threading.Event()
+        p.engines[1].has_work = lambda: goes_on.is_set() and has_rows()
         ensemble = p.ask("12345")
         states = ("preparing", "writing", "speaking", "closing")
 
@@ -137,6 +143,7 @@ def test_sessions_are_told_by_state_and_their_credits(monkeypatch):
 
         wait_for(lambda: now()["speaking"] == 1, message="never seen to speak")
         assert sum(now().values()) == 1
+        goes_on.set()
         finished(ensemble)
         p.wait_until_empty()
         assert now() == dict.fromkeys(states, 0)

@@ -20,7 +20,9 @@ from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts
 
-WAIT_S = 30.0
+WAIT_S = 120.0
+NEVER_S = 600.0
+"""Longer than any test waits."""
 QUICK = RestartPolicy(first_wait_s=0.0)
 PROCESSES = {model: process for process, model in MODELS.items()}
 
@@ -55,7 +57,7 @@ class Server:
     forgotten: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, stage: str) -> None:
-        self.processes[stage] = subprocess.Popen(["sleep", "60"])
+        self.processes[stage] = subprocess.Popen(["sleep", "600"])
         self.broken.discard(stage)
         self.silent.pop(stage, None)
 
@@ -139,13 +141,16 @@ def server() -> Iterator[Server]:
 @contextlib.contextmanager
 def watching(server: Server, policy: RestartPolicy = QUICK) -> Iterator[StageRestarter]:
     restarter = StageRestarter(server, server, policy, server.tell_ready, server.end)
-    restarter.start()
-    try:
-        yield restarter
-    finally:
-        restarter.close()
-        server.stopping.set()
-        restarter.join(WAIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        # However late the watch looks again, it has not slept.
+        patch.setattr(restart, "_PAUSED_S", NEVER_S)
+        restarter.start()
+        try:
+            yield restarter
+        finally:
+            restarter.close()
+            server.stopping.set()
+            restarter.join(WAIT_S)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -232,13 +237,11 @@ def test_the_unary_model_is_started_again_alone_unless_it_had_requests(server: S
 
 def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another stage ends before it has heard of it, no one ends for the client."""
-    monkeypatch.setattr("triton_omni.supervisor.restart._POLL_S", WAIT_S)
+    monkeypatch.setattr("triton_omni.supervisor.restart._POLL_S", NEVER_S)
     with watching(server):
         time.sleep(0.1)
-        begin = time.monotonic()
         server.kill("talker")
         wait_for(lambda: ("lost", "talker") in server.calls)
-        assert time.monotonic() - begin < WAIT_S / 4
         wait_for(lambda: server.loads() == 1)
         server.kill("thinker")  # so that the watch, which waits for long here, sees that it is over
 
@@ -427,14 +430,12 @@ def test_what_ends_after_the_close_is_left_dead(server: Server) -> None:
 
 def test_a_close_ends_a_wait_before_the_next_start(server: Server) -> None:
     server.refusals = ["no"]
-    with watching(server, RestartPolicy(first_wait_s=WAIT_S)) as restarter:
+    with watching(server, RestartPolicy(first_wait_s=NEVER_S)) as restarter:
         server.kill("talker")
         wait_for(lambda: server.loads() == 2)
-        begin = time.monotonic()
         restarter.close()
         server.stopping.set()
         restarter.join(WAIT_S)
-        assert time.monotonic() - begin < WAIT_S / 2
         assert not restarter.is_restarting
         assert server.held["talker"]
 

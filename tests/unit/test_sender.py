@@ -79,7 +79,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     placed = [ledgers[1].placing(key, "thinker") for key in keys]
     assert [(one.total, one.by_message) for one in placed] == [(2, 9), (5, 0)]
     assert before_ns < placed[0].sent_ns < placed[1].sent_ns < told_ns
-    assert heard.acquire(timeout=5)
+    assert heard.acquire(timeout=60)
     assert not heard.acquire(timeout=0.05)
     ring_writer.flush()
     assert not heard.acquire(timeout=0.05), "nothing is left to tell"

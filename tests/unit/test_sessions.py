@@ -19,12 +19,12 @@ from fakes import (
     talker_message,
     thinker_message,
 )
-from session_rig import WAIT_S, finished, pipeline, wait_for
+from session_rig import DEADLINE_PASSED, NEVER_S, WAIT_S, finished, let_stages_wait, pass_deadlines, pipeline, wait_for
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
 from triton_omni.session.engine import PrefixKeys, Sampling
-from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED, WANTED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.open_session import TextRelay
 
@@ -33,6 +33,7 @@ from triton_omni.token2wav.open_session import TextRelay
 def way(request, monkeypatch):
     """How the reply's rows, and codes, get from one stage to the next."""
     monkeypatch.setattr(session_rig, "BY_RING", request.param == "ring")
+    let_stages_wait(monkeypatch)
     return request.param
 
 
@@ -42,6 +43,11 @@ by_ring = pytest.mark.parametrize("way", ["ring"], indirect=True)
 
 def data_messages(ensemble):
     return [m for t in ensemble.to_talker if (m := thinker_message(t)).kind == Kind.DATA]
+
+
+def wanted(p):
+    """Codes that token2wav wants of the first session of all, up to the end of its next window; None = not yet open."""
+    return p.ledgers[0].read(SessionKey(0, 1), WANTED, "token2wav")
 
 
 def beats_behind_its_end(ensemble):
@@ -122,13 +128,15 @@ def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
 
 def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     """Its rows have left and their codes have not come: it begins no step, for a while."""
-    waveform, thinker = FakeWaveformEngine(), FakeThinkerEngine(length=40)
+    waveform, thinker, talker = FakeWaveformEngine(), FakeThinkerEngine(length=40), FakeTalkerEngine()
     waveform.window = 5
-    with pipeline(thinker=thinker, waveform=waveform) as p:
-        thinker.step_s, p.engines[1].step_s = 0.003, 0.006
+    with pipeline(thinker=thinker, talker=talker, waveform=waveform) as p:
         rested = []
-        hold = thinker.hold
+        hold, writes, speaks = thinker.hold, thinker.has_work, talker.has_work
         thinker.hold = lambda held: (rested.append(thinker.steps) if held else None, hold(held))
+        # It writes once token2wav has said what the window takes, and the codes come once it has rested.
+        thinker.has_work = lambda: writes() and wanted(p) is not None
+        talker.has_work = lambda: speaks() and bool(rested)
         reply = p.ask("12345")
         finished(reply)
         p.wait_until_empty()
@@ -303,11 +311,11 @@ def test_token2wav_is_told_of_codes_that_complete_a_window_and_of_the_last(monke
     waveform.window = 24
     feed, has_rows = waveform.feed, talker.has_work
     waveform.feed = lambda key, codes: (fed.append(len(codes)), feed(key, codes))[1]
-    # However late token2wav looks: two windows that are there by then are fed together.
-    talker.has_work = lambda: (
-        has_rows() and max(state.spoken for state in talker.open_keys.values()) < 24 * (len(fed) + 1)
-    )
     with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker, waveform=waveform) as p:
+        # However late token2wav looks: two windows that are there by then are fed together.
+        talker.has_work = lambda: (
+            has_rows() and max(state.spoken for state in talker.open_keys.values()) < (wanted(p) or 0)
+        )
         finished(p.ask())
         p.wait_until_empty()
     assert fed == [24, 24, 11]
@@ -529,9 +537,13 @@ def test_at_most_two_data_messages_are_on_the_way():
 
 @by_messages
 def test_codes_leave_when_they_complete_a_window_and_at_the_end():
-    waveform = FakeWaveformEngine()
-    waveform.window = 24
-    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+    talker, waveform = FakeTalkerEngine(), FakeWaveformEngine()
+    waveform.window, has_rows = 24, talker.has_work
+    with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker, waveform=waveform) as p:
+        # However late token2wav looks: all that are there by then leave together.
+        talker.has_work = lambda: (
+            has_rows() and max(state.spoken for state in talker.open_keys.values()) < (wanted(p) or 0)
+        )
         ensemble = p.ask()
         reply = finished(ensemble)
         messages = [talker_message(tensors) for tensors in ensemble.to_token2wav]
@@ -546,14 +558,15 @@ def test_rows_that_wait_for_credit_leave_together():
         original = p.talker.submit
 
         def slow_submit(tensors, sender):
-            time.sleep(0.01 if thinker_message(tensors).kind == Kind.DATA else 0)
+            if thinker_message(tensors).kind == Kind.DATA:
+                wait_for(lambda: not thinker.open_keys, message="the reply is not written")
             original(tensors, sender)
 
         p.talker.submit = slow_submit
         ensemble = p.ask()
         finished(ensemble)
         assert sum(len(m.rows) for m in data_messages(ensemble)) == len("a prompt") + 199
-        assert len(data_messages(ensemble)) < 100
+        assert len(data_messages(ensemble)) <= CREDITS + 1
 
 
 def test_long_prompt_is_split_into_messages_of_bounded_size():
@@ -577,7 +590,10 @@ def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
 
 
 def test_what_is_refused_at_once_sends_nothing_however_late_its_loop_hears_of_it(monkeypatch):
-    with pipeline(settings=ThinkerSettings(max_sessions=8, heartbeat_ms=1000)) as p:
+    with pipeline() as p:
+        # However slow the test is, no heartbeat is due.
+        patient = p.thinker._settings.model_copy(update={"heartbeat_ms": round(NEVER_S * 1000)})
+        monkeypatch.setattr(p.thinker, "_settings", patient)
         admit = p.thinker._post_admission
         monkeypatch.setattr(p.thinker, "_post_admission", lambda *given: (time.sleep(0.05), admit(*given)))
         ensemble = p.ask("bad")
@@ -587,16 +603,18 @@ def test_what_is_refused_at_once_sends_nothing_however_late_its_loop_hears_of_it
 
 @pytest.mark.parametrize(("later", "first"), [(True, Kind.HEARTBEAT), (False, Kind.OPEN)])
 def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, first):
-    engine = FakeThinkerEngine()
+    engine, asked = FakeThinkerEngine(), threading.Event()
     told = []
 
     def add(*args, add=engine.add_sequence, **kwargs):
+        assert asked.wait(WAIT_S)
         told.append([thinker_message(tensors).kind for tensors in ensemble.to_talker])
         add(*args, **kwargs)
 
     engine.add_sequence = add
-    with pipeline(thinker=engine, intake=FakeIntake(delay_s=0.05 if later else 0.0)) as p:
+    with pipeline(thinker=engine, intake=FakeIntake(later=later)) as p:
         ensemble = p.ask("12345")
+        asked.set()
         assert finished(ensemble).error is None
         assert told[0][:1] in ([first], []), "nothing, or the first message, had reached the ensemble"
         assert thinker_message(ensemble.to_talker[0]).kind == first
@@ -649,7 +667,7 @@ def finished_after_reset(p, engine):
 def test_cancel_ends_all_stages_and_leaves_nothing(moment):
     thinker, talker = FakeThinkerEngine(length=10**9), FakeTalkerEngine()
     thinker.step_s = 0.001
-    intake = FakeIntake(delay_s=0.4 if moment == "preparing" else 0.0)
+    intake = FakeIntake(held=moment == "preparing")
     if moment == "after the thinker's end":
         thinker.length, talker.step_s = 20, 0.2
     with pipeline(thinker=thinker, talker=talker, intake=intake) as p:
@@ -724,12 +742,16 @@ def test_deadline_ends_the_session_with_a_timeout():
         p.wait_until_empty()
 
 
-def test_deadline_that_passes_while_only_token2wav_works_is_a_timeout():
+def test_deadline_that_passes_while_only_token2wav_works_is_a_timeout(monkeypatch):
     waveform = FakeWaveformEngine()
-    waveform.step_s = 2.0
-    with pipeline(waveform=waveform, intake=FakeIntake(timeout_s=0.25)) as p:
-        reply = finished(p.ask())
-        assert reply.error.to_text() == "timeout: 0.25 s have passed [omni:timeout;stage=thinker]"
+    # It steps on, and nothing comes of it.
+    monkeypatch.setattr(waveform, "step", lambda: (waveform._begin_step(), [])[1])
+    waveform.step_s = 0.01
+    with pipeline(waveform=waveform) as p:
+        ensemble = p.ask()
+        wait_for(lambda: waveform.steps and ensemble.reply.text.endswith("w9 ") and not p.engines[1].open_keys)
+        pass_deadlines(p)
+        assert finished(ensemble).error.to_text() == DEADLINE_PASSED
         p.wait_until_empty()
 
 
@@ -755,7 +777,7 @@ def test_one_reply_token_gives_text_and_empty_audio():
         assert reply.error is None
 
 
-def test_message_out_of_sequence_fails_the_session():
+def test_message_out_of_sequence_fails_the_session(monkeypatch):
     with pipeline(thinker=FakeThinkerEngine(length=500)) as p:
         original, dropped = p.talker.submit, []
 
@@ -768,7 +790,11 @@ def test_message_out_of_sequence_fails_the_session():
             original(tensors, sender)
 
         p.talker.submit = lossy_submit
-        reply = finished(p.ask())
+        ensemble = p.ask()
+        wait_for(lambda: dropped and sum(not sender.finals for sender in ensemble.senders) == 1)
+        # The lost message never comes back; token2wav waits for it no longer.
+        monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", 0.1)
+        reply = finished(ensemble)
         assert "came where 2 was due" in reply.error.message
         p.wait_until_empty()
 
@@ -1000,20 +1026,18 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
 
 
 def test_a_deadline_passes_while_a_request_is_prepared():
-    wanted = []
+    is_still_wanted = []
 
     class Intake(FakeIntake):
         def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
-            wanted.append(is_wanted)
+            is_still_wanted.append(is_wanted)
             assert is_wanted()
             return super().prepare(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
-    with pipeline(intake=Intake(delay_s=2.0, timeout_s=0.1), settings=settings) as p:
-        begin = time.monotonic()
+    with pipeline(intake=Intake(held=True, timeout_s=0.1), settings=settings) as p:
         error = finished(p.ask()).error
-        assert time.monotonic() - begin < 1.8
-        assert not wanted[0]()
+        assert not is_still_wanted[0]()
         assert error.to_text() == "timeout: 0.1 s have passed [omni:timeout;stage=thinker]"
         p.wait_until_empty()
 

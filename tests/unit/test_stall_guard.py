@@ -12,7 +12,7 @@ import pytest
 
 from triton_omni.supervisor.native import SCRATCH_VARIABLE, STALL_GUARD_SOURCE, build_library, compiler
 
-STALL_GUARD_S = 3.0
+PATIENCE_S, LITTLE_PATIENCE_S = 3600.0, 1.0
 WAIT_S = 0.1
 # Waits `seconds` for a semaphore that is posted after `posted`, if it is; says what came of it, and after how long.
 # A stage is a process that the thread that waits has started, and waited for once before. There were `starts` of them,
@@ -55,9 +55,9 @@ if stage_is == "collected":
 if with_dead_child:
     child = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+begin = time.monotonic()
 if posted:
     threading.Timer(posted, libc.sem_post, [semaphores[-1]]).start()
-begin = time.monotonic()
 result = wait(semaphores[-1])
 print(json.dumps([result, ctypes.get_errno(), time.monotonic() - begin]))
 if stage_is == "alive":
@@ -140,9 +140,14 @@ int main(int count, char **arguments) {
 """
 
 
+def build(folder: Path, patience_s: float) -> Path:
+    return build_library(STALL_GUARD_SOURCE, folder, PATIENCE_MS=round(patience_s * 1000))
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_library(STALL_GUARD_SOURCE, tmp_path_factory.mktemp("native"), PATIENCE_MS=round(STALL_GUARD_S * 1000))
+    """With more patience than a test has."""
+    return build(tmp_path_factory.mktemp("native"), PATIENCE_S)
 
 
 def wait(
@@ -164,24 +169,22 @@ def test_the_server_goes_on_waiting_for_a_stage_that_stands_still(library: Path)
     assert seconds > 0.6
 
 
-def test_patience_ends(library: Path) -> None:
-    result, errno, seconds = wait(library, "tritonserver")
+def test_patience_ends(tmp_path: Path) -> None:
+    result, errno, seconds = wait(build(tmp_path, LITTLE_PATIENCE_S), "tritonserver")
     assert (result, errno) == (-1, 110)
-    assert seconds >= WAIT_S + STALL_GUARD_S - 0.1
+    assert seconds >= WAIT_S + LITTLE_PATIENCE_S - 0.1
 
 
 def test_nobody_waits_once_a_child_has_ended(library: Path) -> None:
-    result, errno, seconds = wait(library, "tritonserver", with_dead_child=True)
+    result, errno, _ = wait(library, "tritonserver", with_dead_child=True)
     assert (result, errno) == (-1, 110)
-    assert seconds < STALL_GUARD_S
 
 
 @pytest.mark.parametrize("stage_is", ["dying", "dying and collected", "collected"])
 def test_nobody_waits_for_a_stage_that_has_ended(library: Path, stage_is: str) -> None:
     """Whether or not its end was asked for meanwhile or before, after which it is no child any more."""
-    result, errno, seconds = wait(library, "tritonserver", starts=1, stage_is=stage_is)
+    result, errno, _ = wait(library, "tritonserver", starts=1, stage_is=stage_is)
     assert (result, errno) == (-1, 110)
-    assert seconds < STALL_GUARD_S
 
 
 @pytest.mark.parametrize("starts", [1, 100])
@@ -196,9 +199,8 @@ def test_a_stage_that_lives_is_waited_for_though_another_has_ended(library: Path
 
 def test_other_programs_time_out_as_ever(library: Path) -> None:
     """A stage inherits what is preloaded, and its locks have time-outs that are meant."""
-    result, errno, seconds = wait(library, "python3")
+    result, errno, _ = wait(library, "python3")
     assert (result, errno) == (-1, 110)
-    assert seconds < STALL_GUARD_S
 
 
 @pytest.mark.parametrize("process", ["tritonserver", "python3"])

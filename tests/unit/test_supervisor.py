@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from processes import children, is_running, wait_for
+from processes import IN_TIME_S, children, is_running, wait_for
 from triton_omni.core.profile import Profile
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session import server_folder
@@ -38,6 +38,8 @@ from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni.supervisor.serve import Supervisor, main, on_signals
 
+NEVER_S = 600
+"""Longer than any test waits."""
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
 STAND_IN = '''#!{python}
 import http.server, json, os, signal, subprocess, sys, threading, time
@@ -125,12 +127,20 @@ def told(repository: Path) -> dict[str, Any]:
     return said
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends by itself is ended by nobody else, however slow it is."""
+    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", NEVER_S)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", NEVER_S)
+
+
+@pytest.mark.usefixtures("patience")
 def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> None:
     with Supervisor(config(repository)) as server:
         assert server.http_url.startswith("127.0.0.1:")
         assert len({server.http_url, server.grpc_url, server.metrics_url}) == 3
         assert server.exit_code is None
-        assert server.stop() < 5
+        server.stop()
         assert server.exit_code == 0
     said = told(repository)
     assert said["flags"]["http-address"] == said["flags"]["grpc-address"] == said["flags"]["metrics-address"]
@@ -212,11 +222,22 @@ def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
     assert len(set(ports)) > 20
 
 
-def test_a_server_that_never_gets_ready_is_stopped(repository: Path) -> None:
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=4.0))
-    with pytest.raises(ServerNotReady, match="not ready after 4 s"), server:
+@pytest.mark.usefixtures("patience")
+def test_a_server_that_never_gets_ready_is_stopped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=0.1))
+    # Not before it can be stopped in order.
+    look = "triton_omni.supervisor.start_report.StartReport.look"
+    monkeypatch.setattr(look, lambda _: wait_for(lambda: listens(server.http_url)))
+    with pytest.raises(ServerNotReady, match=r"not ready after 0\.1 s"), server:
         pass
     assert server.exit_code == 0
+
+
+def listens(url: str) -> bool:
+    host, _, port = url.partition(":")
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
+        return True
+    return False
 
 
 def test_a_deaf_server_is_ended_after_its_exit_timeout(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +251,8 @@ def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", 0.5)
-    with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=60)) as server:
-        assert 0.5 <= server.stop() < 10
+    with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=NEVER_S)) as server:
+        assert server.stop() >= 0.5
         assert server.exit_code == 128 + signal.SIGKILL
     assert "clients that hold a stream open are cut off" in capsys.readouterr().err
 
@@ -292,6 +313,7 @@ def test_a_signal_while_a_server_is_stopped_is_acted_on_after_the_stop(
         assert not is_running(int(stage.read_text()))
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_server_can_be_stopped_in_another_thread(repository: Path) -> None:
     with Supervisor(config(repository)) as server:
         stopping = threading.Thread(target=server.stop)
@@ -355,7 +377,7 @@ def test_the_regions_of_servers_that_were_killed_with_their_supervisors_go_at_th
     shared = tmp_path / "shm"
     shared.mkdir()
     monkeypatch.setattr(leftovers, "_SHARED_MEMORY", shared)
-    with subprocess.Popen(["sleep", "60"]) as killed:
+    with subprocess.Popen(["sleep", "600"]) as killed:
         stale, mapped = (leftovers.new_region_prefix(killed.pid) + "1" for _ in range(2))
         killed.kill()
     living = leftovers.new_region_prefix(os.getpid()) + "1"
@@ -372,7 +394,7 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
     name = server_folder.ledger_name(server.pid)
     table = server_folder.table_path(name)
     create_table(name)
-    with subprocess.Popen(["sleep", "60"]) as stage:
+    with subprocess.Popen(["sleep", "600"]) as stage:
         board = StageBoard(name)
         board.set_word(EPOCH, 1, "talker")
         for model, pid in (("talker", stage.pid), ("thinker", os.getpid())):  # the thinker is left
@@ -390,7 +412,8 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
     """A server that refuses to load anything, and its stage."""
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=RestartPolicy(attempts=1)))
+    policy = RestartPolicy(attempts=1)
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=NEVER_S))
     server.start()
     with one_stage(server) as stage:
         yield server, stage
@@ -461,7 +484,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
 
 def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path) -> None:
     policy = RestartPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy))
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=NEVER_S))
     server.start()
     with one_stage(server) as stage:
         server._starts.count_start()
@@ -470,10 +493,10 @@ def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path)
         running.start()
         wait_for(lambda: server.exit_code is not None)
         server.request_stop()
-        running.join(20)
+        running.join(IN_TIME_S)
         assert not running.is_alive()
         assert server.drain()
-        assert server.stop() < 10
+        server.stop()
 
 
 def test_a_server_s_guard_that_was_killed_is_replaced(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -499,7 +522,7 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
     killed.kill()
     with contextlib.suppress(ServerError):
         server.run()
-    assert server.stop() < 5
+    server.stop()
 
 
 @dataclass
@@ -525,13 +548,14 @@ def test_a_stage_that_is_kept_after_the_last_session_is_not_waited_for(
     monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
     monkeypatch.setattr(ModelControl, "unload", lambda _, model: None)
     environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
-    with Supervisor(config(repository, environment=environment, exit_timeout_s=1 if sessions else 60)) as server:
+    with Supervisor(config(repository, environment=environment, exit_timeout_s=1 if sessions else NEVER_S)) as server:
         monkeypatch.setattr(server._running(), "_board", Board(sessions))
-        assert 0.3 <= server.stop() < 10
+        assert server.stop() >= 0.3
         assert not is_running(int(stage.read_text()))
     assert ("nothing is left to do" in capsys.readouterr().err) == (not sessions)
 
 
+@pytest.mark.usefixtures("patience")
 def test_models_leave_before_the_server_is_told_to_stop(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,7 +677,7 @@ def test_the_command_prints_ready_and_ends_as_the_signal_says(
         line = process.stdout.readline()
         assert [part.partition("=")[0] for part in line.split()] == ["READY", "http", "grpc", "metrics"]
         process.send_signal(number)
-        output, said = process.communicate(timeout=20)
+        output, said = process.communicate(timeout=IN_TIME_S)
         assert (output, after_the_start(said)) == ("", "")
         assert process.returncode == 128 + number
     assert not is_running(int(stage.read_text()))
@@ -671,7 +695,7 @@ def test_a_signal_while_models_load_ends_the_command_without_a_word(
         # One may come while another is dealt with, at any point of it.
         for _ in range(200):
             process.send_signal(number)
-        output, said = process.communicate(timeout=20)
+        output, said = process.communicate(timeout=IN_TIME_S)
         assert (output, after_the_start(said)) == ("", "")
         assert process.returncode == 128 + number
     assert not is_running(int(stage.read_text()))
@@ -688,7 +712,7 @@ supervisor.main(sys.argv[1:])"""
         assert process.stdout is not None
         assert process.stdout.readline() == "fetching\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(IN_TIME_S) == 130
 
 
 def server_of(supervisor: int) -> int:
@@ -703,7 +727,7 @@ def test_the_command_tells_why_its_server_ended(repository: Path, stage: Path, m
         assert process.stdout is not None
         process.stdout.readline()
         os.kill(server_of(process.pid), signal.SIGKILL)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=IN_TIME_S)
         assert process.returncode == 1
     assert said.startswith("starting: tritonserver is process ")
     assert after_the_start(said).startswith("error: the server ended with code 137: it was killed (SIGKILL)")
@@ -725,10 +749,8 @@ def test_a_port_out_of_range_is_refused(repository: Path, port: str, capsys: pyt
 def test_a_stop_before_readiness_ends_the_wait(repository: Path) -> None:
     server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}))
     server.request_stop()
-    begin = time.monotonic()
     with pytest.raises(ServerNotReady, match="stopped before"), server:
         pass
-    assert time.monotonic() - begin < 10
 
 
 def test_a_stop_during_the_first_reply_ends_the_wait(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

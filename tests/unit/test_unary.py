@@ -31,7 +31,7 @@ from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})
 
 
@@ -51,7 +51,13 @@ class Ensemble(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @pytest.fixture
-def serve():
+def over():
+    """Streams that wait for it end with the test, also where that fails: `serve` sets it then."""
+    return threading.Event()
+
+
+@pytest.fixture
+def serve(over):
     """Start a unary model whose ensemble answers with `infer(message)`."""
     started = []
 
@@ -65,6 +71,7 @@ def serve():
         return started[-1][0], ensemble
 
     yield start
+    over.set()
     for model, server in started:
         model.close()
         assert not model._running
@@ -261,34 +268,32 @@ def test_an_error_of_the_stream_keeps_its_code_which_triton_lost(serve, error, c
     assert sender.error.message().endswith(error.to_text())
 
 
-def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, monkeypatch, tmp_path):
+def test_a_request_that_lost_a_stage_and_is_not_told_is_failed(serve, over, monkeypatch, tmp_path):
     monkeypatch.setattr(unary, "TOLD_WITHIN_S", 0.2)
     monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
-    over = threading.Event()
 
     def infer(message):
         yield from responses(Answer(text="hi"))
-        over.wait(10)
+        over.wait()
 
     model, ensemble = serve(infer, table="table")
     board = StageBoard("table")
     board.set_word(EPOCH, 3, "talker")
     request = ask(model)
+    wait_for(lambda: ensemble.messages)
     time.sleep(0.3)
     assert not request.sender.done.is_set()
     board.mark_lost("talker")
     assert "the process of talker ended unexpectedly" in answered(request).error.message()
     wait_for(lambda: len(ensemble.cancelled) == 1)
-    over.set()
     board.close()
 
 
-def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve, monkeypatch, tmp_path):
+def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve, over, monkeypatch, tmp_path):
     monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
-    over = threading.Event()
 
     def infer(message):
-        over.wait(10)
+        over.wait()
         yield from speaking(message)
 
     model, _ = serve(infer, max_requests=2, table="table")
@@ -305,18 +310,22 @@ def test_the_ledger_has_its_process_and_the_requests_that_only_it_can_end(serve,
     board.close()
 
 
+@pytest.fixture
+def _own_tables(monkeypatch, tmp_path):
+    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
+
+
+@pytest.mark.usefixtures("_own_tables")
 @pytest.mark.parametrize("asked", ["sampling_parameters", "Triton's timeout", "the default"])
 @pytest.mark.parametrize(
     "answers", [(), (Answer(text="Hel"),), (Answer(text="Hel"), Answer(audio=torch.tensor([0.1])))]
 )
-def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatch, tmp_path, asked, answers):
-    monkeypatch.setattr(server_folder, "_SHARED_MEMORY", tmp_path)
+def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, over, monkeypatch, asked, answers):
     monkeypatch.setattr("triton_omni.stub.unary.LATE_TIMEOUT_S", 0.0)
-    over = threading.Event()
 
     def infer(message):
         yield from responses(*answers)
-        over.wait(10)
+        over.wait()
 
     model, ensemble = serve(infer, max_requests=1, table="table")
     board = StageBoard("table")
@@ -330,7 +339,6 @@ def test_a_stream_that_nobody_ends_is_ended_after_the_deadline(serve, monkeypatc
     wait_for(lambda: not board.leaves_open("unary"))
     ensemble.infer, model._timeout_s = speaking, usual_s
     assert reply(ask(model))["text_output"] == b"Hello", "the only place is free"
-    over.set()
     board.close()
 
 
@@ -368,20 +376,18 @@ def test_a_table_that_a_stage_has_made_is_left_as_it_is(serve, monkeypatch, tmp_
     board.close()
 
 
-def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, monkeypatch):
+def test_a_whole_reply_whose_stream_does_not_end_is_answered(serve, over, monkeypatch):
     monkeypatch.setattr("triton_omni.stub.unary.LATE_END_S", 0.2)
-    over = threading.Event()
 
     def infer(message):
         yield from responses(Answer(text="hi"), Answer(info=INFO))
-        over.wait(10)
+        over.wait()
 
     model, ensemble = serve(infer)
     begin = time.monotonic()
     assert reply(ask(model))["text_output"] == b"hi"
-    assert 0.2 <= time.monotonic() - begin < 2
+    assert time.monotonic() - begin >= 0.2
     wait_for(lambda: len(ensemble.cancelled) == 1)
-    over.set()
 
 
 def test_an_error_after_the_last_response_takes_nothing_from_a_whole_reply(serve):
