@@ -40,7 +40,10 @@ async def test_openai_for_node(gateway: RunningGateway, tmp_path: Path) -> None:
 
 
 def test_pipecat(run: Run, question: str) -> None:
-    """What the default checkpoint answers after such a greeting is its own affair."""
+    """What the default checkpoint answers after such a greeting is its own affair.
+
+    On a busy machine Pipecat puts words of the interrupted story, which it has already, before those of the answer.
+    """
     told = run("pipecat_realtime.py")
     for reply in (told["greeting"], told["answer"]):
         assert reply["text"]
@@ -48,7 +51,8 @@ def test_pipecat(run: Run, question: str) -> None:
         assert not reply["interrupted"]
     assert told["story"]["interrupted"]
     assert 0 < told["story"]["seconds"] < WHOLE_STORY / 2
-    assert is_the_sky(told["after"])
+    assert is_the_sky({**told["after"], "text": told["after"]["text"][-len(SKY) :]})
+    assert not told["after"]["interrupted"]
 
 
 def test_livekit(run: Run, question: str) -> None:
