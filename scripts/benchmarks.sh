@@ -166,15 +166,20 @@ part_caches() { # requests without a salt, with the caches and without, each ser
         "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/caches"
 }
 
+listeners() { # listeners PLACES...: adds to `loads` so many who hear replies of 20 s
+    local places
+    for places in "$@"; do
+        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
+    done
+}
+
 presets() { # presets PART STAGES TOKEN2WAV PLACES...: listeners of replies of 20 s, for each preset
-    local part=$1 stages=$2 streams=$3 preset places variants=() loads=()
+    local part=$1 stages=$2 streams=$3 preset variants=() loads=()
     shift 3
     for preset in ${PRESETS:-reference fast}; do
         variants+=(--variant "$preset={$stages \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
     done
-    for places in "$@"; do
-        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
-    done
+    listeners "$@"
     compare "$part" 7b "${variants[@]}" --load 'together=--concurrency 32 --requests 64' "${loads[@]}" &&
         "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/$part"
 }
@@ -206,11 +211,9 @@ part_crowd_time() { # where each stage's time goes with 32 and 48 listeners of r
 }
 
 part_apart() { # one GPU, token2wav on another one, two replicas
-    local places room="\"thinker\": $CROWD, \"talker\": $CROWD, \"token2wav\": {\"max_streams\": 128}"
+    local room="\"thinker\": $CROWD, \"talker\": $CROWD, \"token2wav\": {\"max_streams\": 128}"
     local loads=(--load "$ONE" --load "$TOGETHER")
-    for places in 64 96 128; do
-        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
-    done
+    listeners 64 96 128
     compare apart 7b --variant "shipped={$room}" --variant "apart={$room, \"gpus\": \"token2wav=1\"}" \
         --variant "replicas={$room, \"replicas\": 2}" "${loads[@]}" &&
         "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/apart"
