@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from gateway_fakes import TIMEOUT_S
+
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / ".cache" / "page-tools"
 AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
 VARIABLE = "CHROMIUM"
-TIMEOUT_S = 100.0
-"""What a page takes on a machine with other work, and more."""
 _REFUSED = "Failed to load resource: the server responded with a status of"
 """The browser's own remark on every answer of 4xx or 5xx."""
 _DEVICES = """

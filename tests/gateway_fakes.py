@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -79,6 +80,15 @@ class RunningGateway:
         while self.metric(line) != value:
             assert time.monotonic() < deadline, self.http.get("/metrics").text
             time.sleep(0.02)
+
+    def connect(self, receive_bytes: int | None = None) -> socket.socket:
+        """A connection by hand, whose receiving buffer may be a small one."""
+        connection = socket.socket()
+        connection.settimeout(TIMEOUT_S)
+        if receive_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect((self.http.base_url.host, self.http.base_url.port))
+        return connection
 
     def wait_until_live(self) -> None:
         """Wait until a new connection is answered, where the gateway closes those that are too slow or too many."""

@@ -62,13 +62,8 @@ def event(kind: str, **fields: Any) -> bytes:
 
 def opened(gateway: RunningGateway, receive_bytes: int | None = None) -> socket.socket:
     """A session's connection that has read its first event."""
-    host, port = gateway.base.removeprefix("http://").split(":")
     with ExitStack() as on_failure:
-        connection = on_failure.enter_context(socket.socket())
-        connection.settimeout(TIMEOUT_S)
-        if receive_bytes is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        connection.connect((host, int(port)))
+        connection = on_failure.enter_context(gateway.connect(receive_bytes))
         connection.sendall(UPGRADE)
         read_until(connection, b"session.created")
         on_failure.pop_all()

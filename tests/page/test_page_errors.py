@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from browser import TIMEOUT_S, Visit, visit
+from browser import Visit, visit
 from client_fakes import FakeTriton, chunk, failure
-from gateway_fakes import run_gateway
+from gateway_fakes import TIMEOUT_S, run_gateway
 from page_chat import RATE, SPEECH, messages, refusal, said, story
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.realtime import endpoint

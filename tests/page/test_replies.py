@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from browser import TIMEOUT_S, Visit
+from browser import Visit
 from client_fakes import FakeTriton, chunk, final, parameters_of
+from gateway_fakes import TIMEOUT_S
 from page_chat import RATE, SPEECH, TEXT, asked, choose, messages, said, story
 from triton_omni_client.heard import heard_text
 

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import io
 import json
-import socket
 import threading
 import time
 import wave
@@ -355,8 +354,7 @@ def test_leaving_before_the_first_delta_cancels_on_the_server(
     triton.script = silent
     body = json.dumps({"model": MODEL, "messages": USER, "stream": stream}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    address = ("127.0.0.1", int(gateway.base.rpartition(":")[2]))
-    with socket.create_connection(address, TIMEOUT_S) as caller:
+    with gateway.connect() as caller:
         caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert asked.wait(TIMEOUT_S)
         assert not triton.cancelled.is_set()

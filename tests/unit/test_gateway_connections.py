@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_command import started
-from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway, tracebacks
+from gateway_fakes import MODEL, TIMEOUT_S, USER, run_gateway, tracebacks
 from triton_omni_gateway import connections
 from triton_omni_gateway.connections import CHUNK_BYTES, MAX_HEAD_BYTES, SMALL_CHUNKS, BoundedProtocol, allow_open_files
 from triton_omni_gateway.logs import EVERY_S, Repeats
@@ -37,11 +37,6 @@ CHUNKED += b"Transfer-Encoding: chunked\r\n\r\n"
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton()) as fake:
         yield fake
-
-
-def connect(gateway: RunningGateway) -> socket.socket:
-    host, port = gateway.base.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -92,7 +87,7 @@ def sent_until_closed(connection: socket.socket, piece: bytes, most: int, pause_
     ids=["line", "header", "headers", "no HTTP", "chunk extension", "trailers"],
 )
 def test_what_http_keeps_whole_ends_at_a_limit(triton: FakeTriton, begin: bytes, piece: bytes) -> None:
-    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url) as gateway, gateway.connect() as connection:
         connection.sendall(begin)
         answer = sent_until_closed(connection, piece, 100_000, 0.01)
         assert gateway.post({"model": MODEL, "messages": USER}).status_code == 200
@@ -102,7 +97,7 @@ def test_what_http_keeps_whole_ends_at_a_limit(triton: FakeTriton, begin: bytes,
 
 
 def test_a_head_over_the_limit_is_refused_in_openai_s_form(triton: FakeTriton) -> None:
-    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url) as gateway, gateway.connect() as connection:
         connection.sendall(GET + b"X: " + b"a" * MAX_HEAD_BYTES)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
@@ -115,7 +110,7 @@ def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -
     """A million of one byte held the event loop for seven seconds."""
     chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
     patient: dict[str, Any] = {"body_timeout_s": 600, "max_body_bytes": 1 << 40}
-    with run_gateway(triton.url, **patient) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url, **patient) as gateway, gateway.connect() as connection:
         connection.sendall(CHUNKED + chunk * (SMALL_CHUNKS // 2))
         assert not is_closed(connection)
         answer = sent_until_closed(connection, chunk * SMALL_CHUNKS, 10_000, 0.01)
@@ -135,7 +130,7 @@ def test_a_body_of_many_small_chunks_is_refused(triton: FakeTriton, size: int) -
 def test_a_body_of_two_lengths_is_refused(triton: FakeTriton, lengths: bytes) -> None:
     """Else the request that follows may be one for the gateway, and a part of this body for a proxy before it."""
     asked = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url) as gateway, gateway.connect() as connection:
         connection.sendall(asked + lengths + b"\r\n0\r\n\r\n")
         answer = read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -154,7 +149,7 @@ def test_a_body_of_many_large_chunks_is_read(triton: FakeTriton) -> None:
 @pytest.mark.parametrize("count", [2, 100, 2000])
 def test_of_requests_that_are_sent_ahead_the_first_alone_is_answered(triton: FakeTriton, count: int, path: str) -> None:
     """The page's files, asked for so on one connection, took 60 MiB of memory a second."""
-    with run_gateway(triton.url) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url) as gateway, gateway.connect() as connection:
         connection.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * count)
         answer = b""
         # A connection that is closed before all that came was read may be reset.
@@ -168,7 +163,7 @@ def test_of_requests_that_are_sent_ahead_the_first_alone_is_answered(triton: Fak
 def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
     triton: FakeTriton, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with run_gateway(triton.url, max_body_bytes=10) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url, max_body_bytes=10) as gateway, gateway.connect() as connection:
         connection.sendall(CHUNKED + b"b\r\n{0123456789\r\n")
         answer = b""
         while not answer.endswith(b"}}"):
@@ -192,7 +187,7 @@ def test_bytes_that_are_no_http_in_the_middle_of_an_answer_close_the_connection(
 def test_a_head_that_does_not_come_in_time_closes_the_connection(
     triton: FakeTriton, begin: bytes, piece: bytes
 ) -> None:
-    with run_gateway(triton.url, head_timeout_s=0.3) as gateway, connect(gateway) as connection:
+    with run_gateway(triton.url, head_timeout_s=0.3) as gateway, gateway.connect() as connection:
         connection.sendall(begin)
         sent_until_closed(connection, piece, 5000, 0.02)
         gateway.wait_until_live()
@@ -280,7 +275,7 @@ def test_connections_that_wait_make_room_for_others(
     with run_gateway(triton.url, **limits) as gateway, ExitStack() as stack:
         held = []
         for _ in range(12):
-            held.append(stack.enter_context(connect(gateway)))
+            held.append(stack.enter_context(gateway.connect()))
             held[-1].sendall(begin)
             answer = b""
             while begin.endswith(b"\r\n\r\n") and b"live" not in answer:
@@ -305,7 +300,7 @@ def test_a_request_under_way_keeps_its_connection(triton: FakeTriton) -> None:
         streams = [gateway.chat(stream=True), gateway.chat(stream=True)]
         for stream in streams:
             assert next(stream).choices[0].delta.role == "assistant"
-        refused = stack.enter_context(connect(gateway))
+        refused = stack.enter_context(gateway.connect())
         refused.sendall(GET + b"\r\n")
         with pytest.raises((ConnectionResetError, AssertionError)):
             assert refused.recv(1) != b""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
-from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway
+from gateway_fakes import MODEL, USER, RunningGateway
 from triton_omni_client.audio import pcm16_from_waveform
 
 SOUND = np.full(480, 0.25, np.float32)
@@ -62,7 +61,7 @@ def raw(gateway: RunningGateway, version: str) -> bytes:
     """An answer as it is sent."""
     body = json.dumps({**ASKED, "response_format": "pcm"})
     head = f"POST {SPEECH} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((gateway.http.base_url.host, gateway.http.base_url.port or 0), TIMEOUT_S) as caller:
+    with gateway.connect() as caller:
         caller.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
         return b"".join(iter(lambda: caller.recv(65_536), b""))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,12 +145,10 @@ def test_health_is_the_triton_server_s(triton: FakeTriton, gateway: RunningGatew
 
 
 def test_a_body_that_says_it_is_too_long_is_not_read(triton: FakeTriton) -> None:
-    with run_gateway(triton.url, max_body_bytes=1000) as gateway:
-        host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 1001\r\n\r\n"
-            connection.sendall(head.encode())  # and no byte of the body
-            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+    with run_gateway(triton.url, max_body_bytes=1000) as gateway, gateway.connect() as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: 1001\r\n\r\n"
+        connection.sendall(head.encode())  # and no byte of the body
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
     assert triton.requests == []
 
 
@@ -181,21 +178,18 @@ def test_a_body_may_be_as_long_as_the_limit(triton: FakeTriton, declared: bool) 
 
 def test_a_refused_sender_that_goes_on_for_ever_is_cut_off(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_LINGER_S", 0.2)
-    with run_gateway(triton.url, max_body_bytes=1000) as gateway:
-        host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 9999\r\n\r\n"
-            connection.sendall(head.encode())
-            answer = b""
-            while part := connection.recv(4096):
-                answer += part
-            assert answer.startswith(b"HTTP/1.1 413 ")
+    with run_gateway(triton.url, max_body_bytes=1000) as gateway, gateway.connect() as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: 9999\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTriton, gateway: RunningGateway) -> None:
-    host, port = gateway.base.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 100\r\n\r\n{{"
+    with gateway.connect() as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: 100\r\n\r\n{{"
         connection.sendall(head.encode())
         gateway.wait_for_metric("omni_gateway_requests_in_flight", 1)
     gateway.wait_for_metric('omni_gateway_requests_total{endpoint="/v1/chat/completions",status="499"}', 1)
@@ -203,12 +197,10 @@ def test_a_sender_that_leaves_within_its_body_is_counted_as_gone(triton: FakeTri
 
 
 def test_a_body_that_does_not_come_is_given_up(triton: FakeTriton) -> None:
-    with run_gateway(triton.url, body_timeout_s=0.2) as gateway:
-        host, port = gateway.base.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: 100\r\n\r\n{{"
-            connection.sendall(head.encode())
-            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+    with run_gateway(triton.url, body_timeout_s=0.2) as gateway, gateway.connect() as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: 100\r\n\r\n{{"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_caller_that_takes_nothing_loses_its_place_and_its_request(triton: FakeTriton) -> None:
@@ -221,11 +213,8 @@ def test_a_caller_that_takes_nothing_loses_its_place_and_its_request(triton: Fak
 
     triton.script = script
     body = json.dumps({"model": MODEL, "messages": USER, "stream": True})
-    with run_gateway(triton.url, send_timeout_s=0.3) as gateway, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = gateway.base.removeprefix("http://").split(":")
-        connection.connect((host, int(port)))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+    with run_gateway(triton.url, send_timeout_s=0.3) as gateway, gateway.connect(receive_bytes=4096) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
         assert gone.wait(TIMEOUT_S)
         gateway.wait_for_metric("omni_gateway_requests_in_flight", 0)

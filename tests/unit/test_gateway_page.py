@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from client_fakes import FakeTriton, serve_grpc
-from gateway_fakes import TIMEOUT_S, RunningGateway, run_gateway
+from gateway_fakes import RunningGateway, run_gateway
 from triton_omni_gateway.browser_page import FOLDER, HEADERS
 from triton_omni_gateway.keys import ApiKeys
 
@@ -88,9 +87,8 @@ def test_every_file_that_the_page_names_is_there() -> None:
 )
 def test_nothing_else_is_served(gateway: RunningGateway, path: str) -> None:
     # By hand: a client would tidy these paths up.
-    host, port = gateway.base.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    with gateway.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 307 ")), answer[:200]
     assert b"invalid_request_error" in answer or path == "/page"

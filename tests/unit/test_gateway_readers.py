@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -39,7 +38,7 @@ def test_a_caller_that_takes_nothing_loses_its_connection(name: str) -> None:
     with (
         serve_grpc(FakeTriton(script=loud)) as triton,
         run_gateway(triton.url, **limits) as gateway,
-        socket.create_connection(("127.0.0.1", int(gateway.base.rpartition(":")[2])), timeout=TIMEOUT_S) as connection,
+        gateway.connect() as connection,
     ):
         connection.sendall(asked.encode() + content)
         assert connection.recv(1) == b"H"
