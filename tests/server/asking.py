@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from media_samples import audio_file, image_file
-from server.serving import Served
+from server.probes import CRAWLING_THINKER
+from server.serving import TINY, Served, wait_for
 from triton_omni_client import Media, Reply, Request
 
 BATCH_TOLERANCE = 1e-5
@@ -42,3 +44,16 @@ def ask_together(server: Served, requests: Mapping[str, Request]) -> dict[str, R
     with ThreadPoolExecutor(len(requests)) as pool:
         futures = {name: pool.submit(server.client.stream(asked).collect) for name, asked in requests.items()}
         return {name: future.result() for name, future in futures.items()}
+
+
+@contextmanager
+def every_session_taken(server: Served) -> Iterator[None]:
+    """Replies of half a minute, which are left at the end, have all sessions of the server."""
+    count: int = TINY["thinker"]["max_sessions"]
+    long = {"min_tokens": 250, "max_tokens": 250}
+    with ExitStack() as crowd:
+        for number in range(count):
+            asked = Request(text="hello", seed=CRAWLING_THINKER, request_id=f"crowd {number}", thinker=long)
+            crowd.enter_context(server.client.stream(asked))
+        wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == count, server.held)
+        yield

@@ -7,7 +7,6 @@ import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from media_samples import audio_file, image_file
-from server.probes import CRAWLING_THINKER
-from server.serving import Served, wait_for
+from server.asking import every_session_taken
+from server.serving import Served
 from triton_omni.session.wire import PROTOCOL_VERSION, Seal
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
@@ -293,12 +292,7 @@ def test_parameters_of_triton_pass(server: Served) -> None:
 
 
 def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is_served(server: Served) -> None:
-    long = {"min_tokens": 200, "max_tokens": 200}
-    with ExitStack() as busy:
-        for i in range(8):
-            asked = Request(text="hello", seed=CRAWLING_THINKER, request_id=f"busy {i}", thinker=long)
-            busy.enter_context(server.client.stream(asked))
-        wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
+    with every_session_taken(server):
         with pytest.raises(Overloaded) as caught:
             server.ask("one too many", "hello")
         assert caught.value.message.endswith("all 8 sessions are in use")

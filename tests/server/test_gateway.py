@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 from gateway_fakes import MODEL, USER, RunningGateway
 from media_samples import audio_file, image_file
+from server.asking import every_session_taken
 from server.probes import CRAWLING_THINKER, SLOW_TALKER
 from server.serving import STAGES, Served, wait_for
 from triton_omni_client import Reply, Request
@@ -164,11 +164,7 @@ def test_a_timeout_longer_than_any_clock_is_over_the_server_s_limit(gateway: Run
 
 
 def test_no_free_session_is_a_rate_limit_with_a_time_to_retry(server: Served, gateway: RunningGateway) -> None:
-    long = {"min_tokens": 200, "max_tokens": 200}
-    with ExitStack() as busy:
-        for _ in range(8):
-            busy.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=long)))
-        wait_for(lambda: server.metrics("omni_sessions")['omni_sessions{stage="thinker"}'] == 8, server.held)
+    with every_session_taken(server):
         with pytest.raises(openai.RateLimitError, match="all 8 sessions are in use") as caught:
             gateway.chat(messages=HELLO)
         assert caught.value.response.headers["retry-after-ms"] == "250"

@@ -22,8 +22,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from processes import family
-from server.asking import BATCH_TOLERANCE
-from server.probes import CRAWLING_THINKER
+from server.asking import BATCH_TOLERANCE, every_session_taken
 from server.serving import STAGES, TINY, Served, note_figures, resident_bytes, wait_for
 from triton_omni.core.device import gpu_count
 from triton_omni.core.errors import StageName
@@ -37,7 +36,6 @@ from triton_omni_client.reply import ReplyBuilder
 
 SESSIONS: int = TINY["thinker"]["max_sessions"]
 SHORT = {"modalities": ["text"], "thinker": {"max_tokens": 2}}
-LONG = {"thinker": {"min_tokens": 250, "max_tokens": 250}}
 FEW_STEPS = {"solver": "euler", "num_steps": 4}
 """Of token2wav: a ninth of the work of the shipped plan, where what it says does not matter."""
 CODES = 150
@@ -83,10 +81,7 @@ def test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused(server: S
 
 
 def test_one_request_too_many_is_refused_at_once_with_a_time_to_come_back(server: Served) -> None:
-    with ExitStack() as crowd:
-        for _ in range(SESSIONS):
-            crowd.enter_context(server.client.stream(Request(text="hello", seed=CRAWLING_THINKER, **LONG)))
-        wait_for(lambda: sessions_of(server) == SESSIONS, lambda: f"{sessions_of(server)} sessions are open")
+    with every_session_taken(server):
         for ask in (streamed, unary):
             with pytest.raises(Overloaded, match=f"all {SESSIONS} sessions are in use") as refusal:
                 ask(server, Request(text="hello"))
