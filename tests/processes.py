@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import psutil
-
-IN_TIME_S = 120.0
-"""However slow the machine is. Where a test waits so long, it has failed."""
 
 UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
 """Environment of a process that coverage leaves alone: one that imports torch or vLLM starts in a third of the time."""
@@ -31,11 +25,3 @@ def children(pid: int) -> list[int]:
 def family(root: int) -> list[int]:
     """A process and all that it has started."""
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll until it holds, for `IN_TIME_S` at most."""
-    deadline = time.monotonic() + IN_TIME_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -4,7 +4,6 @@
 import contextlib
 import secrets
 import threading
-import time
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +19,10 @@ from triton_omni.session.ledger_table import EPOCH, FIELDS
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
-WAIT_S = 120.0
-"""However slow the machine is. Where it waits so long, the test has failed."""
-NEVER_S = 600.0
-"""Longer than any test waits."""
 DEADLINE_PASSED = "timeout: 0 s have passed [omni:timeout;stage=thinker]"
 """What the client is told of a deadline that `pass_deadlines` has set."""
 ROW_PLACES, CODE_PLACES = 4, 6
@@ -55,15 +51,8 @@ class Pipeline:
         stages = (self.thinker, self.talker, self.token2wav)
         return all(s.stats().sessions == 0 for s in stages) and not any(e.open_keys for e in self.engines)
 
-    def wait_until_empty(self, seconds=WAIT_S):
-        wait_for(self.is_empty, seconds, "something was left behind")
-
-
-def wait_for(condition, seconds=WAIT_S, message="condition not met"):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, message
-        time.sleep(0.002)
+    def wait_until_empty(self):
+        wait_for(self.is_empty, "something was left behind")
 
 
 @contextlib.contextmanager
@@ -136,7 +125,7 @@ def pipeline(
 
 
 def finished(ensemble):
-    assert ensemble.reply.done.wait(WAIT_S), "the request did not end"
+    assert ensemble.reply.done.wait(IN_TIME_S), "the request did not end"
     assert not ensemble.leaked, "an error was answered while another request of the ensemble was open or on its way"
     assert all(sender.finals == 1 for sender in ensemble.senders)
     return ensemble.reply
@@ -145,22 +134,23 @@ def finished(ensemble):
 def stand_still(p, stage):
     """The stage's loop turns no more, until what is returned is set."""
     goes_on, stands = threading.Event(), threading.Event()
-    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(NEVER_S))
-    assert stands.wait(WAIT_S)
+    getattr(p, stage)._loop.post(lambda: stands.set() or goes_on.wait(FOREVER_S))
+    assert stands.wait(IN_TIME_S)
     return goes_on
 
 
 def pass_deadlines(p):
-    """The deadline of each open session was when it was accepted."""
+    """The deadline of each session that is open was when it was accepted."""
     for session in list(p.thinker._open.values()):
         p.thinker._take_timeout(session, 0.0)
 
 
-def let_stages_wait(monkeypatch):
-    """However slow one is, the others wait for it: what ends is ended in the protocol's order alone."""
-    monkeypatch.setattr("triton_omni.thinker.open_session.FORGET_AFTER_S", NEVER_S)
-    monkeypatch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", NEVER_S)
-    monkeypatch.setattr("triton_omni.token2wav.stage.LONGEST_STEP_S", NEVER_S)
+def let_stages_wait(patch, seconds=FOREVER_S):
+    """How long a stage waits for another, where something is missing or over: by default no slow stage is given up."""
+    patch.setattr("triton_omni.thinker.open_session.FORGET_AFTER_S", seconds)
+    patch.setattr("triton_omni.talker.stage.ORPHANED_S", seconds)
+    patch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", seconds)
+    patch.setattr("triton_omni.token2wav.stage.LONGEST_STEP_S", FOREVER_S)
 
 
 def record(ledger, key):

@@ -8,23 +8,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from processes import is_running
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 FORK = multiprocessing.get_context("fork")
-SOON_S, LONG_S = 120.0, 600.0
-"""What must come does within the first; what must not would come after the second."""
 
 
 def sleeping_follower(pids: Any, **_: Any) -> None:
     """Stands in for vLLM's worker, which may hang inside a collective."""
     pids.put(os.getpid())
-    time.sleep(LONG_S)
+    time.sleep(FOREVER_S)
 
 
 def leading(pids: Any) -> None:
@@ -46,19 +44,12 @@ def test_each_ends_with_the_other(first: str) -> None:
     pids = FORK.Queue()
     engine = FORK.Process(target=leading, args=(pids,))
     engine.start()
-    follower = pids.get(timeout=SOON_S)
+    follower = pids.get(timeout=IN_TIME_S)
     assert engine.pid is not None
     os.kill(engine.pid if first == "engine" else follower, signal.SIGKILL)
-    engine.join(SOON_S)
+    engine.join(IN_TIME_S)
     assert engine.exitcode == -signal.SIGKILL
     wait_for(lambda: not is_running(follower))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_follower_that_fails_in_a_step_ends() -> None:
@@ -70,7 +61,7 @@ def test_a_follower_that_fails_in_a_step_ends() -> None:
 
     process = FORK.Process(target=fail)
     process.start()
-    process.join(SOON_S)
+    process.join(IN_TIME_S)
     assert process.exitcode == 1
     with pytest.raises(ValueError, match="out of memory"), failing_together(rank=0):
         raise ValueError("out of memory")
@@ -101,7 +92,7 @@ def test_who_cannot_load_says_why_before_its_followers_end_it() -> None:
 
     follower = FORK.Process(target=time.sleep, args=(0,))
     follower.start()
-    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=LONG_S)
+    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=FOREVER_S)
     threading.Timer(0.2, engine._closing.set).start()
     TensorParallelExecutor._end_with_a_follower(engine, [follower])
     follower.join()

@@ -21,7 +21,7 @@ import soundfile
 
 import media_samples as samples
 from hostile import files
-from processes import is_running, wait_for
+from processes import is_running
 from triton_omni.core.errors import BadRequest, InternalError, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaKind, MediaPart
@@ -31,6 +31,7 @@ from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
 from triton_omni.request.media.sniffing import after_tags
 from triton_omni.request.media.types import Audio, Image, Video, VisionSizes
+from waiting import wait_for
 
 LIMITS = RequestLimits()
 LONG_S = 100.0

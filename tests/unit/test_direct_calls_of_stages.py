@@ -3,7 +3,6 @@
 replies stay as they are, and no session outlives its deadline.
 """
 
-import contextlib
 import itertools
 import threading
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, talker_message, thinker_message
-from session_rig import WAIT_S, finished, pipeline, record, wait_for
+from session_rig import finished, let_stages_wait, pass_deadlines, pipeline, record
 from triton_omni.core.errors import BadRequest, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.request.parse import RawRequest
@@ -26,9 +25,8 @@ from triton_omni.session.wire import (
     Unreadable,
     Unsealed,
 )
-from triton_omni.talker import stage as talker_stage
 from triton_omni.thinker import direct_calls, open_session
-from triton_omni.token2wav import stage as token2wav_stage
+from waiting import IN_TIME_S, wait_for
 
 WHOLE = "".join(f"w{i} " for i in range(10))
 LINKS = {"talker": "thinker", "token2wav": "talker"}
@@ -115,17 +113,10 @@ class Stranger:
         return opening
 
 
-def wait_beyond_deadlines(patch, seconds):
-    """How long a stage waits for another, where something is missing or over."""
-    patch.setattr(open_session, "FORGET_AFTER_S", seconds)
-    patch.setattr(talker_stage, "ORPHANED_S", seconds)
-    patch.setattr(token2wav_stage, "UPSTREAM_STOP_S", seconds)
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """What is waited for beyond a deadline takes tenths of a second."""
-    wait_beyond_deadlines(monkeypatch, 0.1)
+    let_stages_wait(monkeypatch, 0.1)
 
 
 class Hurried(FakeIntake):
@@ -138,31 +129,13 @@ class Hurried(FakeIntake):
         self._session["timeout_s"] = 30.0
 
 
-class Waiting(FakeIntake):
-    """Prepares nothing before it may."""
-
-    def __init__(self):
-        super().__init__(later=True)
-        self.may = threading.Event()
-
-    def prepare(self, *given, **named):
-        self.may.wait()
-        return super().prepare(*given, **named)
-
-
-def let_deadline_pass(p, stranger):
-    """The deadline of his session, if it is open, is now."""
-    if (session := p.thinker._open.get(stranger.key().name)) is not None:
-        p.thinker._take_timeout(session, 0.0)
-
-
 def check_serves(p, intake=None):
     """The next request has its whole reply, and nothing is left."""
     if intake is not None:
         intake.hurry_no_more()
     p.wait_until_empty()
     with pytest.MonkeyPatch.context() as patch:
-        wait_beyond_deadlines(patch, 600.0)  # a slow stage is waited for
+        let_stages_wait(patch)
         reply = finished(p.ask("12345"))
         assert (reply.text, reply.error) == (WHOLE, None)
         p.wait_until_empty()
@@ -229,7 +202,7 @@ def test_a_message_of_a_session_that_is_not_there_is_closed_empty(to, slot):
         seal = p.ledgers[0].seal(LINKS[to])
         forged = forge(to, SessionKey(slot, 2**31), opening, seal, FORGED["open"])
         {"talker": p.talker, "token2wav": p.token2wav}[to].submit(forged, call)
-        assert call.ended.wait(WAIT_S)
+        assert call.ended.wait(IN_TIME_S)
         assert call.given == []
         assert p.is_empty()
         check_serves(p)
@@ -284,7 +257,7 @@ def test_a_reply_of_which_a_message_cannot_be_read_ends_at_once(to, spoil):
             return {**tensors, name: SPOILED[spoil](tensors[name])}
 
         opening = Stranger(p).be_the_ensemble(change=change)
-        assert opening.ended.wait(WAIT_S)
+        assert opening.ended.wait(IN_TIME_S)
         assert spoiled
         assert (opening.error.code, opening.error.stage) == ("internal", to)
         assert opening.error.message.startswith(f"a message could not be read: {name}: ")
@@ -331,7 +304,7 @@ def test_what_is_kept_for_later_is_of_no_use_in_the_next_session_of_the_slot(kin
         found = [t for t in stranger.from_thinker.given if thinker_message(t).kind == kind]
         for tensors in found:
             call = stranger.pass_on("talker", tensors)
-            assert call.ended.wait(WAIT_S)
+            assert call.ended.wait(IN_TIME_S)
             assert call.given == []
         assert finished(ensembles[0]).text == WHOLE
         check_serves(p)
@@ -376,15 +349,13 @@ def test_a_session_of_which_messages_are_kept_is_over_after_its_deadline(name):
 
 @pytest.mark.usefixtures("quick")
 def test_a_heartbeat_that_the_talker_holds_is_given_back_after_the_deadline():
-    intake = Waiting()
-    with pipeline(intake=intake) as p, contextlib.ExitStack() as at_end:
-        at_end.callback(intake.may.set)
+    with pipeline(intake=FakeIntake(held=True)) as p:
         stranger = Stranger(p)
         held = stranger.pass_on("talker", stranger.message(0))
         wait_for(lambda: p.talker._unopened)
         assert not held.ended.is_set()
-        let_deadline_pass(p, stranger)
-        assert held.ended.wait(WAIT_S)
+        pass_deadlines(p)
+        assert held.ended.wait(IN_TIME_S)
         assert not p.talker._unopened
         p.wait_until_empty()
 
@@ -397,7 +368,7 @@ def test_who_passes_nothing_on_is_turned_away_long_before_the_deadline(monkeypat
         usual = direct_calls.UNHEARD_FOR_S
         monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", 0.2)
         for stranger in strangers:
-            assert stranger.from_thinker.ended.wait(WAIT_S)
+            assert stranger.from_thinker.ended.wait(IN_TIME_S)
             assert isinstance(stranger.from_thinker.error, BadRequest)
         monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", usual)  # who is slow is no stranger
         check_serves(p)
@@ -409,7 +380,7 @@ def test_who_writes_that_token2wav_is_through_is_waited_for_until_the_deadline_a
         stranger = Stranger(p)
         p.ledgers[2].write(stranger.key(), REACHED)
         p.ledgers[2].write(stranger.key(), CLOSED)
-        assert stranger.from_thinker.ended.wait(WAIT_S)
+        assert stranger.from_thinker.ended.wait(IN_TIME_S)
 
 
 @pytest.mark.usefixtures("quick")
@@ -419,7 +390,7 @@ def test_a_stage_that_stands_still_for_ever_is_not_waited_for_as_long(monkeypatc
         monkeypatch.setattr(p.ledgers[0], "silent_for", lambda stage: 100.0)
         stranger = Stranger(p)
         stranger.pass_on("talker", stranger.message(0))
-        assert stranger.from_thinker.ended.wait(WAIT_S)
+        assert stranger.from_thinker.ended.wait(IN_TIME_S)
         wait_for(lambda: not p.thinker._slots.taken)
 
 
@@ -456,8 +427,9 @@ def test_other_tensors_beside_a_true_meta_are_refused_and_end_his_own_session_al
         stranger.be_the_ensemble(until=is_refused, change=CHANGED[name])
         assert is_refused()
         assert finished(other).text == WHOLE
-        wait_beyond_deadlines(monkeypatch, 0.1)
-        let_deadline_pass(p, stranger)
+        wait_for(lambda: len(p.thinker._open) < 2, "the other reply's session is open")
+        let_stages_wait(monkeypatch, 0.1)
+        pass_deadlines(p)
         check_serves(p)
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from processes import IN_TIME_S, children, is_running, wait_for
+from processes import children, is_running
 from triton_omni.session.server_folder import process_of, server_name
 from triton_omni.supervisor.leftovers import end_group_of
+from waiting import IN_TIME_S, wait_for
 
 SENT_FIRST = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 

@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 import media_samples as samples
-from processes import is_running, wait_for
+from processes import is_running
 from triton_omni.core.errors import InternalError
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.killable import ForkServer, KillableProcess
 from triton_omni.request.media.types import image_of
+from waiting import wait_for
 
 LIMITS = RequestLimits()
 LONG_S = 100.0

@@ -46,11 +46,11 @@ from triton_omni.session.server_folder import LedgerError, own_folder, remove_st
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
 from triton_omni.thinker.slots import Slots
+from waiting import IN_TIME_S
 
 STAGES = ("thinker", "talker", "token2wav")
 ORDERS = list(itertools.permutations(STAGES))
 FORK = multiprocessing.get_context("fork")
-WAIT_S = 120.0
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -234,7 +234,7 @@ def test_any_history_leaves_what_each_session_was_told(operations):
 
 def _count(name, stage, slots, rounds, go):
     ledger = SessionLedger(name, stage)
-    go.wait(WAIT_S)
+    go.wait(IN_TIME_S)
     for messages in range(1, rounds + 1):
         for key in slots:
             ledger.write(key, CONSUMED, messages)
@@ -247,7 +247,7 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
     workers = [FORK.Process(target=_count, args=(name, stage, keys, rounds, go)) for stage in ("talker", "token2wav")]
     for worker in workers:
         worker.start()
-    go.wait(WAIT_S)
+    go.wait(IN_TIME_S)
     seen = [(0, 0)]
     while any(worker.is_alive() for worker in workers):
         seen.append(tuple(thinker.count(keys[3], CONSUMED, stage) for stage in ("talker", "token2wav")))
@@ -261,7 +261,7 @@ def test_stages_of_several_processes_write_side_by_side(thinker, name):
 
 
 def _attach(name, barrier, results):
-    barrier.wait(WAIT_S)
+    barrier.wait(IN_TIME_S)
     ledger = SessionLedger(name, "token2wav")
     results.put((ledger.path.stat().st_ino, ledger.secret()))
 
@@ -271,7 +271,7 @@ def test_eight_processes_that_create_at_once_make_one_whole_table(name, tables_f
     workers = [FORK.Process(target=_attach, args=(name, barrier, results)) for _ in range(8)]
     for worker in workers:
         worker.start()
-    found = [results.get(timeout=WAIT_S) for _ in workers]
+    found = [results.get(timeout=IN_TIME_S) for _ in workers]
     for worker in workers:
         worker.join()
     assert len(set(found)) == 1
@@ -324,7 +324,7 @@ def test_a_stage_may_come_back_with_another_checkpoint_when_the_others_are_gone(
 def _register_often(name, stage, facts, barrier, results):
     for attempt in range(100):
         ledger = SessionLedger(f"{name}-{attempt}", stage)
-        barrier.wait(WAIT_S)
+        barrier.wait(IN_TIME_S)
         try:
             ledger._register(facts)
         except LedgerError:
@@ -338,7 +338,7 @@ def test_stages_that_disagree_and_load_at_once_are_not_both_let_in(name, tables_
     workers = [FORK.Process(target=_register_often, args=(name, *entry, barrier, results)) for entry in entries]
     for worker in workers:
         worker.start()
-    refused = [attempt for _ in workers for attempt in iter(lambda: results.get(timeout=WAIT_S), None)]
+    refused = [attempt for _ in workers for attempt in iter(lambda: results.get(timeout=IN_TIME_S), None)]
     for worker in workers:
         worker.join()
     for attempt in range(100):
@@ -392,7 +392,7 @@ def test_a_claim_holds_for_the_other_stages_of_the_device(attach, device):
     thinker, talker = attach("thinker", StageFacts(1, device=device)), attach("talker", StageFacts(1, device=7))
     token2wav = attach("token2wav", StageFacts(1, device=device))
     assert not thinker.device_claimed()
-    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(IN_TIME_S * 1e9), "token2wav")
     assert thinker.device_claimed()
     assert not talker.device_claimed()
     assert not token2wav.device_claimed()
@@ -404,7 +404,7 @@ def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
     thinker, token2wav = attach("thinker", StageFacts(1)), attach("token2wav", StageFacts(1))
     token2wav.set_word(CLAIMED, time.monotonic_ns() - 1, "token2wav")
     assert not thinker.device_claimed()
-    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(WAIT_S * 1e9), "token2wav")
+    token2wav.set_word(CLAIMED, time.monotonic_ns() + int(IN_TIME_S * 1e9), "token2wav")
     attach("token2wav", StageFacts(1))
     assert not thinker.device_claimed()
 
@@ -416,7 +416,7 @@ def test_heartbeats_and_epochs_tell_of_each_stage(attach):
     thinker = attach("thinker", StageFacts(1))
     assert thinker.word(EPOCH, "thinker") == 1
     assert thinker.word(EPOCH, "talker") == 0
-    assert thinker.silent_for("thinker") < WAIT_S
+    assert thinker.silent_for("thinker") < IN_TIME_S
     time.sleep(0.3)
     assert thinker.silent_for("thinker") >= 0.3
     begin = time.monotonic()
@@ -565,7 +565,7 @@ def test_a_servers_name_is_its_own(tmp_path):
 
 
 def wait_for_command(pid, name):
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + IN_TIME_S
     while name[:15] != Path(f"/proc/{pid}/comm").read_text().rstrip("\n"):
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeIntake, FakeThinkerEngine
-from session_rig import WAIT_S, finished, pipeline
+from session_rig import finished, pipeline
 from triton_omni.core.events import LONGEST_VALUE, log_event
 from triton_omni.core.log_format import PlainFormatter, configure_logging, json_formatter
 from triton_omni.core.settings import SettingsError
 from triton_omni.supervisor.options import parse_options
+from waiting import IN_TIME_S
 
 LOGGER = logging.getLogger("triton_omni.test")
 
@@ -67,8 +68,8 @@ def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told
     with pipeline(thinker=Engine()) as p:
         # The loop hears of the request and of its sequence in one turn, however slow the one is who tells.
         loop, stands, asked = p.thinker._loop, threading.Event(), threading.Event()
-        monkeypatch.setattr(loop, "_turn", lambda turn=loop._turn: (stands.set(), asked.wait(WAIT_S), turn()))
-        assert stands.wait(WAIT_S)
+        monkeypatch.setattr(loop, "_turn", lambda turn=loop._turn: (stands.set(), asked.wait(IN_TIME_S), turn()))
+        assert stands.wait(IN_TIME_S)
         ensemble = p.ask("12345")
         asked.set()
         finished(ensemble)
@@ -78,7 +79,7 @@ def test_a_request_is_told_of_behind_the_launch_that_its_listener_waits_for(told
 
 def test_a_request_is_told_of_while_nothing_can_be_launched(told):
     with pipeline() as p:
-        assert p.ask("bad").reply.done.wait(WAIT_S)
+        assert p.ask("bad").reply.done.wait(IN_TIME_S)
         p.wait_until_empty()
     assert [event for _, event, _ in events(told)[0]] == ["accepted", "refused"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
+from waiting import IN_TIME_S, wait_for
 
 CPU = torch.device("cpu")
-WAIT_S = 30.0
 COMMAND_S = 0.002
 
 
@@ -50,8 +50,8 @@ class Driven:
 @pytest.fixture
 def rarely_polling(monkeypatch):
     """A loop that is not woken looks after itself too late for any test here to see it."""
-    monkeypatch.setattr("triton_omni.session.loop.IDLE_POLL_S", 2 * WAIT_S)
-    return Driven(delay=2 * WAIT_S)
+    monkeypatch.setattr("triton_omni.session.loop.IDLE_POLL_S", 2 * IN_TIME_S)
+    return Driven(delay=2 * IN_TIME_S)
 
 
 @pytest.fixture
@@ -69,18 +69,11 @@ def run():
         assert not loop.alive
 
 
-def wait_for(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "condition not met"
-        time.sleep(0.001)
-
-
 def done(loop):
     """Wait until everything posted so far has run."""
     event = threading.Event()
     loop.post(event.set)
-    assert event.wait(WAIT_S)
+    assert event.wait(IN_TIME_S)
 
 
 def test_commands_run_in_the_order_of_posting_on_one_thread(run):
@@ -182,7 +175,7 @@ def test_a_command_that_raises_does_not_lose_the_next(run):
     driven, seen = Driven(), []
     loop = run(driven)
     gate = threading.Event()
-    loop.post(lambda: gate.wait(WAIT_S))
+    loop.post(lambda: gate.wait(IN_TIME_S))
     loop.post(lambda: 1 / 0)
     loop.post(lambda: seen.append("next"))
     gate.set()
@@ -264,12 +257,12 @@ def test_who_wakes_a_loop_during_its_poll_has_it_poll_again(run, rarely_polling)
 
     def slow_poll():
         polling.set()
-        goes_on.wait(WAIT_S)
+        goes_on.wait(IN_TIME_S)
         return poll()
 
     rarely_polling.poll = slow_poll
     loop = run(rarely_polling)
-    assert polling.wait(WAIT_S)
+    assert polling.wait(IN_TIME_S)
     loop.wake()
     goes_on.set()
     wait_for(lambda: rarely_polling.polls >= 2)

@@ -9,17 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
-from session_rig import (
-    DEADLINE_PASSED,
-    NEVER_S,
-    WAIT_S,
-    finished,
-    let_stages_wait,
-    pass_deadlines,
-    pipeline,
-    stand_still,
-    wait_for,
-)
+from session_rig import DEADLINE_PASSED, finished, let_stages_wait, pass_deadlines, pipeline, stand_still
 from triton_omni.core.errors import InternalError, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
@@ -27,6 +17,7 @@ from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_whil
 from triton_omni.session.stage import REVIVED_AFTER_MS
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.thinker.open_session import STILL_S
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 STAGES = ("thinker", "talker", "token2wav")
 
@@ -215,7 +206,7 @@ def test_while_a_stage_is_missing_requests_are_refused_and_served_when_it_is_bac
 def test_a_message_of_a_lost_session_that_comes_late_is_failed():
     with watched(thinker=endless()) as (p, board):
         submit, is_lost = p.talker.submit, threading.Event()
-        p.talker.submit = lambda *message: (is_lost.wait(WAIT_S), submit(*message))
+        p.talker.submit = lambda *message: (is_lost.wait(IN_TIME_S), submit(*message))
         ensemble = p.ask("12345")
         board.mark_lost("thinker")
         is_lost.set()
@@ -264,7 +255,7 @@ def test_the_board_follows_the_table():
     with watched() as (p, board):
         assert [board.word(EPOCH, stage) for stage in STAGES] == [1, 1, 1]
         assert len({board.word(PID, stage) for stage in STAGES}) == 1
-        assert board.silent_for("talker") < WAIT_S
+        assert board.silent_for("talker") < IN_TIME_S
         p.thinker._loop.stop()
         time.sleep(0.1)
         assert board.silent_for("thinker") >= 0.1
@@ -276,10 +267,10 @@ def test_a_new_process_waits_while_it_is_held():
     with watched() as (p, board), ThreadPoolExecutor(3) as pool:
         name = p.ledgers[0].name
         board.set_word(HELD, True, "talker")
-        held = pool.submit(wait_while_held, name, "talker", NEVER_S)
-        for stage, seconds in (("thinker", NEVER_S), ("talker", 0.05)):
-            pool.submit(wait_while_held, name, stage, seconds).result(WAIT_S)
+        held = pool.submit(wait_while_held, name, "talker", FOREVER_S)
+        for stage, seconds in (("thinker", FOREVER_S), ("talker", 0.05)):
+            pool.submit(wait_while_held, name, stage, seconds).result(IN_TIME_S)
         assert not held.done()
         board.set_word(HELD, False, "talker")
-        held.result(WAIT_S)
-    wait_while_held("triton-omni-of-nobody", "talker", NEVER_S)
+        held.result(IN_TIME_S)
+    wait_while_held("triton-omni-of-nobody", "talker", FOREVER_S)

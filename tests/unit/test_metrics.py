@@ -14,8 +14,7 @@ from triton_omni.stub import metrics
 from triton_omni.stub.metric_families import FAMILIES
 from triton_omni.stub.metrics import StageMetrics
 from triton_omni.stub.tensors import LinkCounter
-
-WAIT_S = 30.0
+from waiting import wait_for
 
 
 class Stats:
@@ -70,13 +69,6 @@ def last(pb_utils):
     """The last value of every series that has labels of its stage alone."""
     alone = {f.name: f.metrics[0] for f in pb_utils.families if f.metrics}
     return {name: metric.values[-1] for name, metric in alone.items() if metric.labels == {"stage": "talker"}}
-
-
-def wait_for(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "condition not met"
-        time.sleep(0.001)
 
 
 def rounds(stats, count=3):

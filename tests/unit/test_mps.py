@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from processes import IN_TIME_S, is_running, wait_for
+from processes import is_running
 from triton_omni.supervisor import mps
 from triton_omni.supervisor.machine import ServerError, visible_gpus
 from triton_omni.supervisor.mps import mps_daemon
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor, main
+from waiting import IN_TIME_S, wait_for
 
 # Speaks as nvidia-cuda-mps-control does: `-f` is the daemon, without arguments it hands one command to the daemon of
 # its CUDA_MPS_PIPE_DIRECTORY. What happened is appended to the file in MPS_RECORD.

@@ -12,8 +12,8 @@ import pytest
 
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.readiness import Readiness, say_ready, say_unready
+from waiting import IN_TIME_S
 
-WAIT_S = 120.0
 BROKEN, IDLE = 'name: "standstill"\nbackend: "none"\n', 'name: "standstill"\nbackend: "python"\n'
 
 
@@ -28,7 +28,7 @@ class Triton:
         self.may_answer.set()
 
     def load(self, model: str) -> None:
-        assert self.may_answer.wait(WAIT_S)
+        assert self.may_answer.wait(IN_TIME_S)
         config = (self.repository / model / "config.pbtxt").read_text()
         self.calls.append(("load", config))
         if 'backend: "python"' not in config:
@@ -78,7 +78,7 @@ def test_each_change_is_said_once_and_the_first_is_no_change(triton: Triton) -> 
     readiness = Readiness(triton, triton.repository)
     for ready in (True, True, False, False, True, True):
         readiness.set_ready(ready)
-        readiness.join(WAIT_S)
+        readiness.join(IN_TIME_S)
     assert triton.loads() == [False, True]
 
 
@@ -90,7 +90,7 @@ def test_what_triton_refused_is_said_again_and_reported_once(
     triton.refusals = 2
     for ready in (False, True, True, True, True):
         readiness.set_ready(ready)
-        readiness.join(WAIT_S)
+        readiness.join(IN_TIME_S)
     assert triton.loads() == [False, True, True, True]
     assert [call for call, _ in triton.calls].count("unload") == 1
     said = "readiness: the server could not be made ready: no more processes\n"
@@ -105,7 +105,7 @@ def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:
         readiness.set_ready(ready)
     assert not triton.calls
     triton.may_answer.set()
-    readiness.join(WAIT_S)
+    readiness.join(IN_TIME_S)
     assert triton.loads() == [False]
 
 
@@ -114,9 +114,9 @@ def test_the_end_is_said_by_a_model_of_its_own(triton: Triton) -> None:
     readiness = Readiness(triton, triton.repository)
     readiness.end()
     readiness.set_ready(False)
-    readiness.join(WAIT_S)
+    readiness.join(IN_TIME_S)
     readiness.set_ready(True)
-    readiness.join(WAIT_S)
+    readiness.join(IN_TIME_S)
     broken = [config for call, config in triton.calls if call == "load" and '"none"' in config]
     assert broken == [BROKEN.replace("standstill", "draining"), BROKEN]
 
@@ -128,5 +128,5 @@ def test_a_triton_that_stands_still_does_not_hold_its_own_stop_up(triton: Triton
     readiness.end()
     assert not triton.calls
     triton.may_answer.set()
-    readiness.join(WAIT_S)
+    readiness.join(IN_TIME_S)
     assert len(triton.calls) == 1

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
-from session_rig import finished, let_stages_wait, pipeline, wait_for
+from session_rig import finished, let_stages_wait, pipeline
 from triton_omni.core.errors import InternalError
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session.engine import Sampling
@@ -17,6 +17,7 @@ from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.outcome import OUTCOMES
 from triton_omni.session.stage import refused_error
 from triton_omni.session.wire import Kind
+from waiting import wait_for
 
 MESSAGES = {"talker": thinker_message, "token2wav": talker_message}
 SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}

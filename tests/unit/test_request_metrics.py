@@ -9,12 +9,13 @@ import pytest
 
 from fake_pb_utils import PbUtils, Request, text_tensor
 from fakes import FakeIntake, FakeTalkerEngine, FakeThinkerEngine
-from session_rig import finished, pipeline, wait_for
+from session_rig import finished, pipeline
 from triton_omni.core import metrics
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger_table import CLOSED
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.stub.adapter import adapt_thinker
+from waiting import wait_for
 
 
 def read(stage, name, **labels):

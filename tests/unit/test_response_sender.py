@@ -11,8 +11,7 @@ import torch
 from fake_pb_utils import PbUtils, Request, TritonError
 from triton_omni.core.errors import BadRequest, Cancelled, DeadlineExceeded, InternalError, Overloaded, TooLarge
 from triton_omni.stub.response_sender import SendingThread, TritonResponseSender
-
-WAIT_S = 120.0
+from waiting import IN_TIME_S
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ class Event:
 def drained(thread):
     event = threading.Event()
     thread.put(event.set)
-    assert event.wait(WAIT_S)
+    assert event.wait(IN_TIME_S)
 
 
 def texts(triton_sender):
@@ -95,7 +94,7 @@ def test_of_many_threads_that_finish_at_once_one_final_is_sent(thread):
         sender, barrier = TritonResponseSender(PbUtils(), request, [thread]), threading.Barrier(4)
 
         def finish(sender=sender, barrier=barrier):
-            barrier.wait(WAIT_S)
+            barrier.wait(IN_TIME_S)
             sender.finish()
 
         threads = [threading.Thread(target=finish) for _ in range(4)]
@@ -130,7 +129,7 @@ def test_a_watcher_beside_the_final_never_asks_too_late(thread):
         watcher = threading.Thread(target=watch)
         watcher.start()
         sender.finish()
-        assert request.sender.done.wait(WAIT_S)
+        assert request.sender.done.wait(IN_TIME_S)
         drained(thread)
         stop.set()
         watcher.join()
@@ -285,10 +284,10 @@ def test_senders_of_one_slot_leave_in_order_and_those_of_another_do_not_wait_for
     for sender, slot in ((first, 3), (second, 5), (other, 4)):
         sender.bind(slot)
     order = []
-    first.finish(then=lambda: order.append(gate.wait(WAIT_S)))
+    first.finish(then=lambda: order.append(gate.wait(IN_TIME_S)))
     second.finish(then=lambda: order.append("second"))
     other.finish(then=lambda: order.append("other"))
-    assert requests[2].sender.done.wait(WAIT_S), "another slot waits for the first"
+    assert requests[2].sender.done.wait(IN_TIME_S), "another slot waits for the first"
     drained(threads[0])
     assert requests[1].sender.finals == 0
     gate.set()
@@ -306,7 +305,7 @@ def test_a_sender_that_is_bound_to_no_slot_is_answered_too(threads):
 def test_closing_sends_what_was_put_first():
     thread, request, gate = SendingThread("test"), Request(), threading.Event()
     sender = TritonResponseSender(PbUtils(), request, [thread])
-    thread.put(lambda: gate.wait(WAIT_S))
+    thread.put(lambda: gate.wait(IN_TIME_S))
     sender.send({"TEXT": b"1"})
     sender.finish()
     gate.set()
@@ -327,7 +326,7 @@ def test_an_idle_thread_holds_no_tensor_of_the_last_answer(thread):
     thread.put(job)
     del job
     # No other job is put, which would take the place of the last one.
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + IN_TIME_S
     while alive() is not None:
         assert time.monotonic() < end, "the last job is held"
         time.sleep(0.001)

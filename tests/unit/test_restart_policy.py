@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,10 +19,8 @@ from triton_omni.session.ledger_table import HELD, PID, STAGES, WATCHED, Field
 from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
-WAIT_S = 120.0
-NEVER_S = 600.0
-"""Longer than any test waits."""
 QUICK = RestartPolicy(first_wait_s=0.0)
 PROCESSES = {model: process for process, model in MODELS.items()}
 
@@ -109,7 +107,7 @@ class Server:
         model = PROCESSES[model]
         self.calls.append(("load", model))
         self.loading.set()
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + IN_TIME_S
         while (self.held[model] or not self.may_load.is_set()) and not self.stopping.is_set():
             assert time.monotonic() < deadline, "a stage was held for ever"
             time.sleep(0.002)
@@ -143,21 +141,14 @@ def watching(server: Server, policy: RestartPolicy = QUICK) -> Iterator[StageRes
     restarter = StageRestarter(server, server, policy, server.tell_ready, server.end)
     with pytest.MonkeyPatch.context() as patch:
         # However late the watch looks again, it has not slept.
-        patch.setattr(restart, "_PAUSED_S", NEVER_S)
+        patch.setattr(restart, "_PAUSED_S", FOREVER_S)
         restarter.start()
         try:
             yield restarter
         finally:
             restarter.close()
             server.stopping.set()
-            restarter.join(WAIT_S)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+            restarter.join(IN_TIME_S)
 
 
 def test_the_new_process_loads_nothing_before_the_old_one_has_ended(server: Server) -> None:
@@ -237,7 +228,7 @@ def test_the_unary_model_is_started_again_alone_unless_it_had_requests(server: S
 
 def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another stage ends before it has heard of it, no one ends for the client."""
-    monkeypatch.setattr("triton_omni.supervisor.restart._POLL_S", NEVER_S)
+    monkeypatch.setattr("triton_omni.supervisor.restart._POLL_S", FOREVER_S)
     with watching(server):
         time.sleep(0.1)
         server.kill("talker")
@@ -430,12 +421,12 @@ def test_what_ends_after_the_close_is_left_dead(server: Server) -> None:
 
 def test_a_close_ends_a_wait_before_the_next_start(server: Server) -> None:
     server.refusals = ["no"]
-    with watching(server, RestartPolicy(first_wait_s=NEVER_S)) as restarter:
+    with watching(server, RestartPolicy(first_wait_s=FOREVER_S)) as restarter:
         server.kill("talker")
         wait_for(lambda: server.loads() == 2)
         restarter.close()
         server.stopping.set()
-        restarter.join(WAIT_S)
+        restarter.join(IN_TIME_S)
         assert not restarter.is_restarting
         assert server.held["talker"]
 

@@ -19,7 +19,7 @@ from fakes import (
     talker_message,
     thinker_message,
 )
-from session_rig import DEADLINE_PASSED, NEVER_S, WAIT_S, finished, let_stages_wait, pass_deadlines, pipeline, wait_for
+from session_rig import DEADLINE_PASSED, finished, let_stages_wait, pass_deadlines, pipeline
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
@@ -27,6 +27,7 @@ from triton_omni.session.engine import PrefixKeys, Sampling
 from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED, WANTED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.open_session import TextRelay
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])
@@ -48,6 +49,13 @@ def data_messages(ensemble):
 def wanted(p):
     """Codes that token2wav wants of the first session of all, up to the end of its next window; None = not yet open."""
     return p.ledgers[0].read(SessionKey(0, 1), WANTED, "token2wav")
+
+
+def speak_window_by_window(p):
+    """The talker speaks up to the end of the window that token2wav wants: codes of two never travel together."""
+    talker = p.engines[1]
+    has_rows = talker.has_work
+    talker.has_work = lambda: has_rows() and max(state.spoken for state in talker.open_keys.values()) < (wanted(p) or 0)
 
 
 def beats_behind_its_end(ensemble):
@@ -251,7 +259,7 @@ def test_the_time_of_rows_and_codes_on_their_way_is_kept_until_they_arrived_and_
             arrived, taken = stage.link_latency["arrived"], stage.link_latency["taken"]
             count = sum(tensor is not None for tensor in sent)
             assert arrived.count == taken.count == count > 0
-            assert 0.02 * count <= arrived.total <= taken.total < WAIT_S * count
+            assert 0.02 * count <= arrived.total <= taken.total < IN_TIME_S * count
 
 
 def links(stage):
@@ -273,7 +281,7 @@ def test_the_reply_s_rows_and_all_codes_go_by_the_ring():
         for stage in (p.talker, p.token2wav):
             arrived, taken = stage.link_latency["arrived"], stage.link_latency["taken"]
             assert arrived.count == taken.count > 59 // 6
-            assert 0 < arrived.total <= taken.total < WAIT_S
+            assert 0 < arrived.total <= taken.total < IN_TIME_S
 
 
 @by_ring
@@ -307,15 +315,11 @@ def test_what_a_step_gave_is_told_of_before_it_ends(monkeypatch):
 @by_ring
 def test_token2wav_is_told_of_codes_that_complete_a_window_and_of_the_last(monkeypatch):
     monkeypatch.setattr(session_rig, "CODE_PLACES", 512)
-    talker, waveform, fed = FakeTalkerEngine(), FakeWaveformEngine(), []
-    waveform.window = 24
-    feed, has_rows = waveform.feed, talker.has_work
+    waveform, fed = FakeWaveformEngine(), []
+    waveform.window, feed = 24, waveform.feed
     waveform.feed = lambda key, codes: (fed.append(len(codes)), feed(key, codes))[1]
-    with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker, waveform=waveform) as p:
-        # However late token2wav looks: two windows that are there by then are fed together.
-        talker.has_work = lambda: (
-            has_rows() and max(state.spoken for state in talker.open_keys.values()) < (wanted(p) or 0)
-        )
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        speak_window_by_window(p)
         finished(p.ask())
         p.wait_until_empty()
     assert fed == [24, 24, 11]
@@ -430,7 +434,7 @@ def test_text_does_not_wait_for_the_talker_s_word_and_rows_do():
     open_sequence = talker.open
 
     def open_late(*arguments, **named):
-        assert opens.wait(WAIT_S)
+        assert opens.wait(IN_TIME_S)
         return open_sequence(*arguments, **named)
 
     talker.open = open_late
@@ -537,13 +541,10 @@ def test_at_most_two_data_messages_are_on_the_way():
 
 @by_messages
 def test_codes_leave_when_they_complete_a_window_and_at_the_end():
-    talker, waveform = FakeTalkerEngine(), FakeWaveformEngine()
-    waveform.window, has_rows = 24, talker.has_work
-    with pipeline(thinker=FakeThinkerEngine(length=60), talker=talker, waveform=waveform) as p:
-        # However late token2wav looks: all that are there by then leave together.
-        talker.has_work = lambda: (
-            has_rows() and max(state.spoken for state in talker.open_keys.values()) < (wanted(p) or 0)
-        )
+    waveform = FakeWaveformEngine()
+    waveform.window = 24
+    with pipeline(thinker=FakeThinkerEngine(length=60), waveform=waveform) as p:
+        speak_window_by_window(p)
         ensemble = p.ask()
         reply = finished(ensemble)
         messages = [talker_message(tensors) for tensors in ensemble.to_token2wav]
@@ -592,7 +593,7 @@ def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
 def test_what_is_refused_at_once_sends_nothing_however_late_its_loop_hears_of_it(monkeypatch):
     with pipeline() as p:
         # However slow the test is, no heartbeat is due.
-        patient = p.thinker._settings.model_copy(update={"heartbeat_ms": round(NEVER_S * 1000)})
+        patient = p.thinker._settings.model_copy(update={"heartbeat_ms": round(FOREVER_S * 1000)})
         monkeypatch.setattr(p.thinker, "_settings", patient)
         admit = p.thinker._post_admission
         monkeypatch.setattr(p.thinker, "_post_admission", lambda *given: (time.sleep(0.05), admit(*given)))
@@ -607,7 +608,7 @@ def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, 
     told = []
 
     def add(*args, add=engine.add_sequence, **kwargs):
-        assert asked.wait(WAIT_S)
+        assert asked.wait(IN_TIME_S)
         told.append([thinker_message(tensors).kind for tensors in ensemble.to_talker])
         add(*args, **kwargs)
 
@@ -837,7 +838,7 @@ class StoppedWaveformEngine(FakeWaveformEngine):
 
     def step(self):
         self.stepping.set()
-        assert self.go.wait(WAIT_S)
+        assert self.go.wait(IN_TIME_S)
         return super().step()
 
 
@@ -846,7 +847,7 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
     with pipeline(waveform=engine) as p:
         ensemble = p.ask("12345")
         whole = "".join(f"w{i} " for i in range(10))
-        assert engine.stepping.wait(WAIT_S)
+        assert engine.stepping.wait(IN_TIME_S)
         wait_for(lambda: ensemble.reply.text == whole)
         assert not ensemble.reply.done.is_set()
         before = len(ensemble.reply.responses)
@@ -984,7 +985,7 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
         return open_sequence(key, *args, **kwargs)
 
     def step_long():
-        assert go.wait(WAIT_S)
+        assert go.wait(IN_TIME_S)
         return step()
 
     monkeypatch.setattr(engine, "open", open_one)
@@ -1008,7 +1009,7 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
     class Intake(FakeIntake):
         def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
             prepared.append(raw.text_input)
-            assert seen.wait(WAIT_S)
+            assert seen.wait(IN_TIME_S)
             return super().prepare(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)

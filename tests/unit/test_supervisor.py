@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from processes import IN_TIME_S, children, is_running, wait_for
+from processes import children, is_running
 from triton_omni.core.profile import Profile
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session import server_folder
@@ -37,9 +37,8 @@ from triton_omni.supervisor.model_folder import main as print_model_folder
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni.supervisor.serve import Supervisor, main, on_signals
+from waiting import FOREVER_S, IN_TIME_S, wait_for
 
-NEVER_S = 600
-"""Longer than any test waits."""
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
 STAND_IN = '''#!{python}
 import http.server, json, os, signal, subprocess, sys, threading, time
@@ -130,8 +129,8 @@ def told(repository: Path) -> dict[str, Any]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ends by itself is ended by nobody else, however slow it is."""
-    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", NEVER_S)
-    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", NEVER_S)
+    monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", FOREVER_S)
+    monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", FOREVER_S)
 
 
 @pytest.mark.usefixtures("patience")
@@ -251,7 +250,7 @@ def test_a_server_that_goes_on_without_a_stage_is_not_waited_for(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", 0.5)
-    with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=NEVER_S)) as server:
+    with Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, exit_timeout_s=FOREVER_S)) as server:
         assert server.stop() >= 0.5
         assert server.exit_code == 128 + signal.SIGKILL
     assert "clients that hold a stream open are cut off" in capsys.readouterr().err
@@ -413,7 +412,7 @@ def one_stage(server: Supervisor) -> Iterator[subprocess.Popen[bytes]]:
 def mortal(repository: Path) -> Iterator[tuple[Supervisor, subprocess.Popen[bytes]]]:
     """A server that refuses to load anything, and its stage."""
     policy = RestartPolicy(attempts=1)
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=NEVER_S))
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=FOREVER_S))
     server.start()
     with one_stage(server) as stage:
         yield server, stage
@@ -484,7 +483,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up_in_one_sentence(
 
 def test_a_stop_ends_the_wait_before_a_server_is_started_again(repository: Path) -> None:
     policy = RestartPolicy(attempts=9, first_wait_s=600.0, whole_server=True)
-    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=NEVER_S))
+    server = Supervisor(config(repository, environment={"BEHAVIOUR": "deaf"}, restart=policy, exit_timeout_s=FOREVER_S))
     server.start()
     with one_stage(server) as stage:
         server._starts.count_start()
@@ -548,7 +547,7 @@ def test_a_stage_that_is_kept_after_the_last_session_is_not_waited_for(
     monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", 0.5)
     monkeypatch.setattr(ModelControl, "unload", lambda _, model: None)
     environment = {"BEHAVIOUR": "deaf", "STAGE": str(stage)}
-    with Supervisor(config(repository, environment=environment, exit_timeout_s=1 if sessions else NEVER_S)) as server:
+    with Supervisor(config(repository, environment=environment, exit_timeout_s=1 if sessions else FOREVER_S)) as server:
         monkeypatch.setattr(server._running(), "_board", Board(sessions))
         assert server.stop() >= 0.3
         assert not is_running(int(stage.read_text()))

@@ -10,9 +10,10 @@ import torch
 
 import session_rig
 from fakes import FakeThinkerEngine
-from session_rig import finished, pipeline, wait_for
+from session_rig import finished, pipeline
 from triton_omni.session.answer import is_account
 from triton_omni.session.engine import CallPiece
+from waiting import wait_for
 
 PIECES = (
     CallPiece(0, "call-a", "get_weather"),

@@ -30,8 +30,8 @@ from triton_omni.session.ledger_table import EPOCH, HELD, PID, create_table
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
+from waiting import IN_TIME_S, wait_for
 
-WAIT_S = 100.0
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})
 
 
@@ -120,7 +120,7 @@ def ask(model, *inputs, **fields):
 
 
 def answered(request):
-    assert request.sender.done.wait(WAIT_S), "no final"
+    assert request.sender.done.wait(IN_TIME_S), "no final"
     assert request.sender.finals == 1
     assert request.sender.violations == []
     return request.sender
@@ -441,12 +441,12 @@ class Gate:
     def __call__(self, message):
         yield from responses(Answer(text="Hel"))
         self.entered.release()
-        self.open.wait(WAIT_S)
+        self.open.wait(IN_TIME_S)
         yield from responses(Answer(text="lo"), Answer(info=INFO))
 
     def wait(self, count=1):
         for _ in range(count):
-            assert self.entered.acquire(timeout=WAIT_S)
+            assert self.entered.acquire(timeout=IN_TIME_S)
 
 
 def test_many_requests_run_at_once(serve):
@@ -471,13 +471,6 @@ def test_one_request_too_many_is_refused_at_once_and_later_ones_are_taken_again(
         reply(request)
     wait_for(lambda: not model._running)
     assert reply(ask(model))["text_output"] == b"Hello"
-
-
-def wait_for(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "condition not met"
-        time.sleep(0.001)
 
 
 def test_a_cancelled_request_cancels_its_stream_alone(serve):
