@@ -31,11 +31,18 @@ pytestmark = pytest.mark.skipif(gpu_count() == 1, reason="two processes share ou
 
 
 @pytest.fixture(scope="module")
-def split(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch keeps what it compiles, empty at the start."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def split(tiny_checkpoint: Path, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of its own: at its end nothing may be left of the processes that Triton does not know."""
     settings = {**TINY, "thinker": {**TINY["thinker"], "tensor_parallel_size": 2}}
+    folder = tmp_path_factory.mktemp("split")
     before, named_before = set(Path(tempfile.gettempdir()).iterdir()), named_memory()
-    with serve(tmp_path_factory.mktemp("split"), tiny_checkpoint, settings) as server:
+    with serve(folder, tiny_checkpoint, settings, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}) as server:
         ranks = other_ranks(server)
         assert named_memory() <= named_before
         yield server
@@ -72,6 +79,11 @@ def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:
     replies = ask_together(split, requests)
     for name in AT_ONCE:
         check_reply(split, hf, requests[name], replies[name], expected[name])
+
+
+def test_no_request_waits_for_a_compiler(split: Served, compiled: Path) -> None:
+    """Where nothing was compiled before, as on a fresh machine, that takes a busy one longer than a reply may."""
+    assert not list(compiled.iterdir())
 
 
 def test_a_seed_draws_what_it_draws_in_one_process(split: Served, server: Served) -> None:

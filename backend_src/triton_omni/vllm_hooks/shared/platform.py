@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from triton_omni.vllm_hooks.shared.compat import GPUModelRunner, VllmConfig, Worker, current_platform
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class StageWorker(_PlatformWorker):
 
     def init_device(self) -> None:
         """Start the device and build the runner; vLLM's CPU worker names its runner class, so it is replaced."""
+        if current_platform.is_cpu() and self.parallel_config.world_size > 1:
+            # vLLM compiles the embedding of several ranks when it is first used: a request would wait for a compiler.
+            torch.compiler.set_stance("force_eager")
         super().init_device()
         if not isinstance(self.model_runner, self.runner_class):
             self.model_runner = self._make_model_runner()
