@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reference.teacher_forcing import thinker
+from reference.teacher_forcing import relative_error, thinker
 from triton_omni.vllm_hooks.kernels.decode_product import gated_product, reads_e4m3, shares, split_product
 from triton_omni.vllm_hooks.shared import fused_layers
 from triton_omni.vllm_hooks.shared.compat import Fp8PtpcOnlineLinearMethod, UnquantizedLinearMethod
@@ -145,7 +145,7 @@ class Norm:
     variance_epsilon: float = 1e-6
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return F.rms_norm(rows, (len(self.weight),), self.weight, self.variance_epsilon)
+        return F.rms_norm(rows, (len(self.weight),), self.weight.to(rows.dtype), self.variance_epsilon)
 
 
 def decoder_layer(*, e4m3: bool = True) -> Any:
@@ -198,7 +198,7 @@ def test_the_matrix_of_a_layer_is_what_vllm_has_quantised() -> None:
 
 @from_hopper_on
 @pytest.mark.parametrize("e4m3", [True, False])
-def test_layers_give_what_plain_ones_of_the_same_numbers_give(monkeypatch: pytest.MonkeyPatch, e4m3: bool) -> None:
+def test_layers_are_as_near_to_the_exact_ones_as_plain_ones(monkeypatch: pytest.MonkeyPatch, e4m3: bool) -> None:
     def seen(projected: Any, *_: Any, **__: Any) -> Tensor:
         return (projected.parts.sum(0) + projected.biases)[:, :WIDTH].to(KIND).sin()
 
@@ -209,17 +209,22 @@ def test_layers_give_what_plain_ones_of_the_same_numbers_give(monkeypatch: pytes
     plain = [layer.forward for layer in layers]
     switch = fused(layers)
 
-    def through(forwards: list[Any]) -> Tensor:
-        states, residual = normal(ROWS, WIDTH).to(KIND), None
+    def through(forwards: list[Any], dtype: torch.dtype = KIND) -> Tensor:
+        states, residual = normal(ROWS, WIDTH).to(KIND).to(dtype), None
         for forward in forwards:
             states, residual = forward(torch.zeros(3, ROWS, dtype=torch.int64, device=DEVICE), states, residual)
         return residual + (states.sum(0) if states.ndim > 2 else states)
 
-    expected, step = through(plain), torch.finfo(KIND).eps
+    exact, expected = through(plain, torch.float64), through(plain)
     torch.testing.assert_close(through([layer.forward for layer in layers]), expected, atol=0, rtol=0)
     switch.on = True
-    ours = through([layer.forward for layer in layers])
-    torch.testing.assert_close(ours.float(), expected.float(), atol=max(1e-4, 8 * step), rtol=max(1e-4, 2 * step))
+    ours, theirs = (
+        relative_error({"": exact}, {"": rows.double()})
+        for rows in (through([layer.forward for layer in layers]), expected)
+    )
+    # The plain products sum in float64: in float32 alone their rounding is no measure.
+    assert ours.typical < max(1.25 * theirs.typical, 1e-6)
+    assert ours.worst < max(1.5 * theirs.worst, 1e-6)
 
 
 def other_method(layer: Any) -> None:
