@@ -37,8 +37,8 @@ VARIANT: Final = Variant(
     "realtime", Profile("realtime", {"thinker": {"max_new_tokens": 80}, "talker": {"max_codes": 600}})
 )
 SESSIONS: Final = (1, 32)
-TURNS: Final = {1: 5}
-"""Turns of each kind by number of sessions, where they are not three."""
+TURNS: Final = {1: 3}
+"""Turns of each kind by number of sessions, where they are not two."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ async def one_run(address: str, metrics_url: str, counts: Sequence[int]) -> dict
     question, run = read_question(SPOKEN, SPOKEN_S), {}
     for sessions in counts:
         metrics = metrics_url if sessions == 1 else ""
-        load = Load(address, question, sessions=sessions, turns=TURNS.get(sessions, 3), metrics=metrics)
+        load = Load(address, question, sessions=sessions, turns=TURNS.get(sessions, 2), metrics=metrics)
         run[sessions] = await measure(load)
         print("\n".join([f"\n{sessions} sessions\n", *run[sessions].lines()]), flush=True)
     return run
