@@ -38,7 +38,7 @@ from server.probes import (
 from server.serving import NEVER_S, STAGES, TINY, Served, held_back, note_figures, serve, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.doctor import cli
-from triton_omni.session.ledger_table import EPOCH, PID
+from triton_omni.session.ledger_table import EPOCH, PID, STACKS_SIGNAL
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.restart import RestartPolicy, StageRestarter
@@ -253,6 +253,16 @@ def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: Stag
         assert_equals(server, stream.result(), name, crashing.before)
     assert board.word(EPOCH, stage) == epoch
     wait_for(crashing.ready, server.log, BACK_WITHIN_S)
+
+
+def test_a_stage_that_is_asked_tells_where_its_threads_are_and_comes_back(crashing: Crashing) -> None:
+    """As the supervisor asks one that hangs."""
+    server, board = crashing.server, crashing.board
+    epoch, length = board.word(EPOCH, "talker"), len(server.log())
+    os.kill(board.word(PID, "talker"), STACKS_SIGNAL)
+    wait_for(lambda: board.word(EPOCH, "talker") == epoch + 1 and crashing.ready(), server.log, BACK_WITHIN_S)
+    assert 'session/loop.py", line' in server.log()[length:]
+    assert_equals(server, ask(server, "after its stacks"), "after its stacks", crashing.before)
 
 
 @pytest.mark.parametrize(("stage", "seed"), [("talker", DYING_TALKER), ("token2wav", DYING_TOKEN2WAV)])

@@ -7,15 +7,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_table import HELD, PID, STAGES, WATCHED, Field
+from triton_omni.session.ledger_table import HELD, PID, STACKS_SIGNAL, STAGES, WATCHED, Field
 from triton_omni.supervisor import restart
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.restart import MODELS, RestartPolicy, Silence, StageRestarter, Starts
@@ -275,6 +277,32 @@ def test_a_stage_that_hangs_is_ended_and_started_again(server: Server, capfd: py
         assert server.calls == [("lost", "thinker"), ("unload", "thinker"), ("load", "thinker")]
     assert old.poll() == -signal.SIGKILL
     assert "thinker: it did nothing for 30 s and was ended\n" in capfd.readouterr().err
+
+
+def test_a_stage_that_hangs_tells_where_before_it_ends(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "_WRITES_WITHIN_S", IN_TIME_S)
+    log = tmp_path / "log"
+    hangs = (
+        "import faulthandler, signal, sys, time\n"
+        f"faulthandler.register({int(STACKS_SIGNAL)}, chain=True)\n"
+        "def step():\n    print('stepping', flush=True)\n    time.sleep(600)\n"
+        "step()"
+    )
+    with log.open("w") as stderr:
+        old = subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE, stderr=stderr)
+    assert old.stdout is not None
+    with old.stdout as stepping:
+        assert stepping.readline() == b"stepping\n"
+    server.kill("thinker")
+    server.processes["thinker"].wait()
+    server.processes["thinker"] = old
+    with watching(server) as restarter:
+        server.silent["thinker"] = 301.0
+        wait_for(lambda: server.loads() == 1 and not restarter.is_restarting)
+    assert old.poll() == -STACKS_SIGNAL
+    assert "in step" in log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import signal
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ CAPACITY: Final = 2048
 STAGES: Final[tuple[StageName, ...]] = ("thinker", "talker", "token2wav")
 WATCHED: Final[tuple[StageName, ...]] = (*STAGES, "unary")
 """Models whose processes the supervisor watches."""
+STACKS_SIGNAL: Final = signal.SIGUSR1
+"""Has such a process write where its threads are, to the server's log, and end."""
 COUNT_BITS: Final = 32
 COUNT_MASK: Final = (1 << COUNT_BITS) - 1
 """Largest value of a stamped field, and largest generation."""

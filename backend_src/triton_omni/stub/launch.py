@@ -6,6 +6,7 @@ Imported by every `model.py`, so heavy packages (torch, vLLM) are imported insid
 
 from __future__ import annotations
 
+import faulthandler
 import locale
 import logging
 import os
@@ -32,7 +33,7 @@ from triton_omni.core.settings import (
     load_settings,
 )
 from triton_omni.core.tracing import NO_TRACER, Tracer
-from triton_omni.session.ledger_table import EPOCH, wait_while_held
+from triton_omni.session.ledger_table import EPOCH, STACKS_SIGNAL, wait_while_held
 from triton_omni.session.server_folder import ledger_name, remove_stale
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ def _prepare_process() -> None:
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     configure_logging()
     _quiet_libraries()
+    faulthandler.register(STACKS_SIGNAL, chain=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

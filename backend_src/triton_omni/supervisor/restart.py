@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_table import HELD, PID, WATCHED, Field
+from triton_omni.session.ledger_table import HELD, PID, STACKS_SIGNAL, WATCHED, Field
 from triton_omni.supervisor.model_control import ModelControlError
 from triton_omni.supervisor.served_repository import UNARY_MODEL
 
@@ -34,6 +34,8 @@ MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary"
 _POLL_S = 0.1
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
+_WRITES_WITHIN_S = 1.0
+"""A process that hangs, where its threads are."""
 _PAUSED_S = 1.0
 """The watch, which looks every `_POLL_S`, did not run when it looks so late."""
 
@@ -144,8 +146,17 @@ class Process:
 
     def kill(self) -> None:
         """End it by force."""
+        self._send(signal.SIGKILL)
+
+    def end_with_stacks(self) -> None:
+        """Have it write where its threads are and end, within a moment or by force."""
+        self._send(STACKS_SIGNAL)
+        self.ends_within(_WRITES_WITHIN_S)
+        self.kill()
+
+    def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            signal.pidfd_send_signal(self._handle, number)
 
     def close(self) -> None:
         """Give the handle back."""
@@ -273,7 +284,7 @@ class StageRestarter:
             return "its engine failed"
         patience_s = self._patience_s(stage)
         if self._silence.of(stage) > patience_s:
-            watched.process.kill()
+            watched.process.end_with_stacks()
             watched.process.ends_within(_LEAVES_WITHIN_S)
             return f"it did nothing for {patience_s:g} s and was ended"
         return None
