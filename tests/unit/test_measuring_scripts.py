@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import runpy
 import time
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def test_every_frame_of_a_measured_clip_is_decoded(codec: object) -> None:
     count = 6  # x265 leaves packets without times where a clip is shorter than its reordering of two frames
     cost = DECODING["decode"](DECODING["encode"](codec, "moving", count))
     assert cost.pixels == count * DECODING["WIDTH"] * DECODING["HEIGHT"]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "the processes that this one starts starve all others"
 
 
 def test_times_of_realtime_sessions_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
