@@ -46,60 +46,93 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 WITH_A_SERVER = "tests/server/"
 """The folder of tests that need a server, most of them the same one: one worker runs them all."""
-WITH_SERVERS_OF_THEIR_OWN = {
-    f"{WITH_A_SERVER}test_{name}.py"
-    for name in (
-        "bounds",
-        "cached_turns",
-        "compare",
-        "crashes",
-        "kept_memory",
-        "observability",
-        "restart",
-        "smoke",
-        "soak",
-        "whole_restart",
-    )
-}
-"""Of these, what any worker may run beside that one."""
-WITH_MINI = ("tests/frameworks/", f"{WITH_A_SERVER}test_mini.py")
-"""The tests that share a server of the default checkpoint."""
-WITH_THE_TALKER = "tests/reference/talker/"
-"""The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
-WITHOUT_A_SERVER = "tests/reference/"
-"""The folder of tests that compute and wait for nobody."""
+WITHOUT_A_CLOCK = "tests/reference/"
+"""The folder of tests that pass however slow the machine is, and need no server."""
 LONGEST = "tests/reference/test_kernels_compile.py"
 """Of these. It begins first of them, so that no worker waits for it in the end."""
-SHARED_SERVER = "tests with the shared server"
+WITH_THE_TALKER = "tests/reference/talker/"
+"""The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
+UNHURRIED = {
+    f"{WITH_A_SERVER}test_{name}"
+    for name in (
+        "calling.py",
+        "contract.py",
+        "control.py",
+        "conversation_bench.py",
+        "evaluate.py",
+        "examples.py",
+        "failures.py",
+        "gateway.py",
+        "hostile.py",
+        "idle.py",
+        "metadata.py",
+        "micro_served.py",
+        "mixed_media.py",
+        "overload.py::test_a_closed_loop_of_as_many_clients_as_sessions_is_never_refused",
+        "overload.py::test_refused_requests_leave_none_of_their_bytes",
+        "perf_analyzer.py",
+        "perf_input.py",
+        "reference.py",
+        "replicas.py",
+        "request_parameters.py",
+        "sessions.py",
+        "shared_media.py",
+        "start.py",
+        "direct_calls_of_stages.py",
+        "surface.py",
+        "tools.py",
+    )
+}
+"""The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its
+share of the processors."""
+WITH_SERVERS_OF_THEIR_OWN = {
+    f"{WITH_A_SERVER}test_{name}"
+    for name in (
+        "bounds.py",
+        "cached_turns.py",
+        "compare.py",
+        "kept_memory.py",
+        "observability.py",
+        "restart.py",
+        "smoke.py",
+        "soak.py",
+        "whole_restart.py",
+    )
+}
+"""Of these, what any worker may run beside the first: the shared server is none of theirs, and they have no clock."""
+WITH_MINI = ("tests/frameworks/", f"{WITH_A_SERVER}test_mini.py")
+"""The tests that share a server of the default checkpoint. They have no clock, too."""
+FIRST, LAST = "tests with a server", "tests with a server and a clock"
 
 
 def scope_of(nodeid: str) -> str:
     """What one worker runs as a whole: a module, whose fixtures are dear, or modules that share more."""
-    module = nodeid.partition("::")[0]
+    module, _, function = nodeid.partition("[")[0].partition("::")
     if module.startswith(WITH_THE_TALKER):
         return WITH_THE_TALKER
     if not module.startswith((WITH_A_SERVER, *WITH_MINI)):
         return module
-    # On a GPU one worker runs all of them: a server has much of its memory.
+    # On a GPU all of them come last: vLLM's engines of the other tests need its memory.
     if torch.cuda.is_available():
-        return SHARED_SERVER
+        return LAST
     if module.startswith(WITH_MINI):
         return WITH_MINI[0]
-    return module if module in WITH_SERVERS_OF_THEIR_OWN else SHARED_SERVER
+    if module in WITH_SERVERS_OF_THEIR_OWN:
+        return module
+    return FIRST if {module, f"{module}::{function}"} & UNHURRIED else LAST
 
 
-def computes(scope: str) -> bool:
-    """True if it takes what others leave of the processors."""
-    return scope.startswith(WITHOUT_A_SERVER) and not torch.cuda.is_available()
+def is_patient(scope: str) -> bool:
+    """Whether it may run beside what looks at the clock, with what that leaves of the processors."""
+    return scope.startswith(WITHOUT_A_CLOCK) and not torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the order in which workers take them: on a CPU the shared server's take longest, on a GPU they come last."""
+    """In the order in which workers take them."""
 
     def turn(item: pytest.Item) -> tuple[int, bool]:
         scope = scope_of(item.nodeid)
-        servers = 3 if torch.cuda.is_available() else 0
-        return servers if scope == SHARED_SERVER else 1 + computes(scope), scope != LONGEST
+        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_patient(scope)), scope != LONGEST
 
     items.sort(key=turn)
 
@@ -112,11 +145,11 @@ class _Worker:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Give way to the tests with servers from the first test on that computes: only such tests follow."""
+    """From its first patient test on a worker without the server takes what others leave: only patient ones follow."""
     scope = scope_of(item.nodeid)
-    if scope == SHARED_SERVER:
+    if scope in (FIRST, LAST):
         _Worker.has_server = True
-    elif computes(scope) and not _Worker.has_server:
+    elif is_patient(scope) and not _Worker.has_server:
         os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
@@ -132,12 +165,54 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Workers share out the scopes."""
+    """Workers share out the scopes; the first of them has the server, and runs all tests that need it.
+
+    Those with a clock it runs once the others have patient tests alone. A fourth has patient tests from the start, with
+    what the other three leave of the processors while they wait.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
+        _filler: Any = None
+        """The worker with patient tests alone, where there are enough workers."""
+
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
+
+        def schedule(self) -> None:
+            if self.collection is None and len(self.nodes) > 3:
+                self._filler = self.nodes[-1]
+            super().schedule()
+
+        def _assign_work_unit(self, node: Any) -> None:
+            waiting = [scope for scope in self.workqueue if scope != LAST and self._may_run(node, scope)]
+            keeps_server = node is self._keeper()
+            if keeps_server and LAST in self.workqueue and all(map(is_patient, [*waiting, *self._of_others(node)])):
+                self.workqueue.move_to_end(LAST, last=False)
+            elif waiting:
+                self.workqueue.move_to_end(waiting[0], last=False)
+            else:
+                if not keeps_server:
+                    node.shutdown()
+                return
+            super()._assign_work_unit(node)
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            super().mark_test_complete(node, item_index, duration)
+            if LAST in self.workqueue and (keeper := self._keeper()):
+                self._reschedule(keeper)
+
+        def _may_run(self, node: Any, scope: str) -> bool:
+            return node is not self._filler or is_patient(scope)
+
+        def _keeper(self) -> Any:
+            """The worker with the server: the first that is not on its way out."""
+            return next((node for node in self.nodes if not node.shutting_down), None)
+
+        def _of_others(self, node: Any) -> list[str]:
+            """Scopes that other workers have not done."""
+            others = [units for other, units in self.assigned_work.items() if other is not node]
+            return [scope for units in others for scope, tests in units.items() if not all(tests.values())]
 
     return Scheduling(config, log)
 
