@@ -90,7 +90,7 @@ def pictures(content: Content, count: int) -> Iterator[NDArray[np.uint8]]:
 
 @contextmanager
 def own_schedule() -> Iterator[None]:
-    """SVT-AV1 makes a thread of root's real-time for good: what it starts later would starve all other processes."""
+    """Keep this thread's schedule: SVT-AV1 makes one of root's real-time, and what it starts later would starve the rest."""
     policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         yield

@@ -83,6 +83,7 @@ def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:
 
 def test_no_request_waits_for_a_compiler(split: Served, compiled: Path) -> None:
     """Where nothing was compiled before, as on a fresh machine, that takes a busy one longer than a reply may."""
+    split.ask("split: compiles nothing", "hello", seed=3)
     assert not list(compiled.iterdir())
 
 

@@ -35,7 +35,7 @@ _POLL_S = 0.1
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
 _WRITES_WITHIN_S = 1.0
-"""A process that hangs, where its threads are."""
+"""In which a process that hangs writes where its threads are."""
 _PAUSED_S = 1.0
 """The watch, which looks every `_POLL_S`, did not run when it looks so late."""
 
