@@ -90,7 +90,7 @@ def pictures(content: Content, count: int) -> Iterator[NDArray[np.uint8]]:
 
 @contextmanager
 def own_schedule() -> Iterator[None]:
-    """Keep this thread's schedule: SVT-AV1 makes one of root's real-time, and what it starts later would starve the rest."""
+    """Keep this thread's schedule: SVT-AV1 makes one of root's real-time, and what it starts then starves the rest."""
     policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         yield
