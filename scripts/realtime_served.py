@@ -4,7 +4,7 @@
     python scripts/realtime_served.py --model random:7b --mps -o realtime.json
 
 Each run has every number of sessions. Replies have 12 s of speech at most, by the server's settings, and random weights
-rarely end one earlier. The report has figures as files of docs/gpu-runs have them: a value for each run.
+rarely end one earlier. The report has figures as files of docs/gpu-runs have them: a value for each run. It is written after every run.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ def main(
         serving(VARIANT, ROOT / "model_repository", model_folder(model), Path(folder), mps=mps) as served,
         gateway(served.grpc_url) as address,
     ):
-        found = [asyncio.run(one_run(address, served.metrics_url, sessions or SESSIONS)) for _ in range(runs)]
-    written = {"figures": figures(Path(model.rpartition(":")[2]).name, found)}
-    output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        found = []
+        for _ in range(runs):
+            found.append(asyncio.run(one_run(address, served.metrics_url, sessions or SESSIONS)))
+            written = {"figures": figures(Path(model.rpartition(":")[2]).name, found)}
+            output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ the next turn. Milliseconds, median and p95 of all turns:
 - barge-in: from the first sample of speech in a reply to `response.done`, and to no session in any stage. The metrics
   of a Triton server without other users tell the latter, ten times a second, so only one session can measure it. A
   reply that ends before it is interrupted is not counted
+
+A reply without sound, which random weights may give, is not counted.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ KINDS = {
     "barge_in_idle": "barge-in: speech, idle engines",
 }
 """What is measured."""
+LONGEST_S = 120.0
+"""How long a user waits for an event."""
 _SESSIONS = re.compile(r"^omni_sessions(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -99,11 +103,24 @@ class User:
                 self._seen.setdefault(event.type, time.monotonic())
                 self._changed.notify_all()
 
-    async def until(self, kind: str) -> float:
-        """Return when the next event of this type came, since `forget`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: kind in self._seen)
-        return self._seen[kind]
+    async def until(self, *kinds: str) -> float:
+        """Return when the first event of one of these types came in this turn.
+
+        Raises:
+            TimeoutError: none came; the message names the events that did.
+        """
+        try:
+            async with asyncio.timeout(LONGEST_S), self._changed:
+                await self._changed.wait_for(lambda: not self._seen.keys().isdisjoint(kinds))
+        except TimeoutError:
+            raise TimeoutError(f"no {kinds} within {LONGEST_S:g} s, after {list(self._seen)}") from None
+        return min(self._seen[kind] for kind in kinds if kind in self._seen)
+
+    async def _whole_reply(self, kind: str, begin: float) -> None:
+        """Take a reply to its end, and time its first audio."""
+        await self.until("response.done")
+        if (audio := self._seen.get("response.output_audio.delta")) is not None:
+            self._times.add(kind, begin, audio)
 
     async def speak(self, sound: bytes, enough: str = "") -> None:
         """Send sound in its own time, until an event of the type `enough` comes."""
@@ -128,8 +145,7 @@ class User:
         end = time.monotonic()
         await self._connection.input_audio_buffer.commit()
         await self._connection.response.create()
-        self._times.add("manual_first_audio", end, await self.until("response.output_audio.delta"))
-        await self.until("response.done")
+        await self._whole_reply("manual_first_audio", end)
 
     async def detected(self) -> None:
         """A turn that is found."""
@@ -139,14 +155,15 @@ class User:
         await self.speak(bytes(4 * RATE), "input_audio_buffer.speech_stopped")
         stopped = await self.until("input_audio_buffer.speech_stopped")
         self._times.add("vad_speech_stopped", end, stopped)
-        self._times.add("vad_first_audio", stopped, await self.until("response.output_audio.delta"))
-        await self.until("response.done")
+        await self._whole_reply("vad_first_audio", stopped)
 
     async def interrupt(self) -> None:
         """A reply that is interrupted as soon as it is heard."""
         self._seen.clear()
         await self._connection.response.create()
-        await self.until("response.output_audio.delta")
+        await self.until("response.output_audio.delta", "response.done")
+        if "response.done" in self._seen:
+            return
         begin = time.monotonic()
         await self.speak(self._question, "response.done")
         done = await self.until("response.done")

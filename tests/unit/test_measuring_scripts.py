@@ -102,3 +102,21 @@ def test_times_of_realtime_sessions_are_told_by_kind(tmp_path: Path, capsys: pyt
         ("| barge-in: speech, response.done", "2"),
     ]
     assert all(float(row[2]) > 0 for row in rows[1:])
+
+
+def test_a_realtime_reply_without_sound_ends_a_turn_and_is_not_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measuring = runpy.run_path(str(ROOT / "scripts" / "realtime_times.py"))
+    question = tmp_path / "question.wav"
+    soundfile.write(question, speech(0.8), 24_000)
+
+    def silent(_request: Any, _context: Any) -> Iterator[Any]:
+        yield chunk(text="word ")
+        yield chunk(info=WHOLE)
+        yield final()
+
+    with serve_grpc(FakeTriton(silent)) as triton, run_gateway(triton.url) as gateway:
+        measuring["main"]([gateway.base, str(question), "--turns", "1"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows[1:]] == [["| server_vad: end of speech, speech_stopped", "1"]]
