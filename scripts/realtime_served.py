@@ -4,7 +4,8 @@
     python scripts/realtime_served.py --model random:7b --mps -o realtime.json
 
 Each run has every number of sessions. Replies have 12 s of speech at most, by the server's settings, and random weights
-rarely end one earlier. The report has figures as files of docs/gpu-runs have them: a value for each run. It is written after every run.
+rarely end one earlier. The report, written after every run, has figures as files of docs/gpu-runs have them: a value
+for each run.
 """
 
 from __future__ import annotations

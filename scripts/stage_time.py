@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from triton_omni.core.loop_clock import Doing
+from triton_omni.core.metrics import Doing
 from triton_omni.session.ledger_table import STAGES
 
 Counted = Mapping[str, Mapping[str, float]]

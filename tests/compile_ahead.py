@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_omni.token2wav.attention import Rotary
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import Neighbours, block_layout
 from triton_omni.token2wav.kernels import (
@@ -37,7 +38,6 @@ from triton_omni.token2wav.kernels import (
 )
 from triton_omni.token2wav.layer_kernels import LayerTilings, product, tilings_for
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP
-from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.solver_kernels import advance, fused_condition
 from triton_omni.token2wav.window_cache import LayerKVCache
 from triton_omni.vllm_hooks.kernels import thinker_step

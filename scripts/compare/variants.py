@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from triton_omni.core.profile import NO_PROFILE, Changes, Profile, load_profile, merged
 from triton_omni.core.settings import SettingsError, describe_validation
-from triton_omni.supervisor.placement import parse_placement
+from triton_omni.supervisor.served_repository import parse_placement
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

@@ -18,8 +18,8 @@ from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.core.settings import Token2WavSettings
 from triton_omni.session.engine import StreamOptions
-from triton_omni.token2wav.acceleration import resolve_dtype
 from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.networks import resolve_dtype
 
 from .figures import OURS, READY, Metric
 from .plan import Plan

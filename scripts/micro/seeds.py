@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import load_config
-from triton_omni.core.streams import to_device
+from triton_omni.core.gpu import to_device
 from triton_omni.token2wav import noise
 from triton_omni.vllm_hooks.shared import sampling
 

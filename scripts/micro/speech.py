@@ -19,8 +19,8 @@ from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.checkpoint.transformers_setup import prepare_transformers
 from triton_omni.core.settings import StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, StreamOptions
-from triton_omni.token2wav.acceleration import Vocoder
 from triton_omni.token2wav.engine import Token2WavEngine
+from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver, Steps, run_out
 from triton_omni.token2wav.sampler import FlowOptions, Window
 

@@ -113,7 +113,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Due:
-    """A window as the rules see it (`triton_omni.policy.windows.Window`)."""
+    """A window as the rules see it (`triton_omni.policy.rules.Window`)."""
 
     reply: Reply
     deadline_ns: int

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
-from triton_omni.policy.claim import Claim
-from triton_omni.policy.pause import must_pause
-from triton_omni.policy.windows import Snapshot, next_batch, wants_claim
+from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wants_claim
 
 from .costs import Costs, Stage
 from .replies import Due, Reply, Request

@@ -17,9 +17,9 @@ from typing import Any
 
 from triton_omni.core.settings import ThinkerSettings, UnarySettings, load_settings
 from triton_omni.session.ledger_table import EPOCH, PID, STAGES
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
-from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.stub.metrics import FAMILIES
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor

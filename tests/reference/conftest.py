@@ -18,8 +18,8 @@ from torch import Tensor
 from importing import more_is_imported
 from processes import UNMEASURED
 from reference.hf import HfReference
-from triton_omni.core import loop_clock
-from triton_omni.core.loop_clock import LoopClock
+from triton_omni.core import metrics
+from triton_omni.core.metrics import LoopClock
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def clock() -> Iterator[LoopClock]:
     clock = LoopClock()
     clock.attach()
     yield clock
-    del loop_clock._of_thread.clock
+    del metrics._of_thread.clock
 
 
 @pytest.fixture(scope="module", autouse=True)

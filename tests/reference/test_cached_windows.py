@@ -18,9 +18,9 @@ from torch import Tensor
 from triton_omni.checkpoint.config import load_config
 from triton_omni.core.settings import StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.attention import AttentionKind
+from triton_omni.token2wav.batch_launch import Due, splice
 from triton_omni.token2wav.chunking import Chunk, offline_plan, streaming_plan
 from triton_omni.token2wav.fused_dit import FusedDiT
-from triton_omni.token2wav.mel_gather import Due, splice
 from triton_omni.token2wav.networks import Networks, load_networks
 from triton_omni.token2wav.ode import Solver
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver

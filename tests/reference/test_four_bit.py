@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints with the thinker's decoder in 4 bits (AWQ, GPTQ) against plain ones with the dequantised weights.
 
-These weights are exact in bfloat16 (`synthetic_four_bit.pack`), so both checkpoints have the same network. The engines
+These weights are exact in bfloat16 (`synthetic_weights.pack`), so both checkpoints have the same network. The engines
 run on a GPU, by Marlin's kernels, where there is one, else by vLLM's `cpu_gemm_wna16`.
 """
 
@@ -34,8 +34,7 @@ from triton_omni.checkpoint.facts import FourBit
 from triton_omni.checkpoint.reading import CheckpointError
 from triton_omni.checkpoint.synthetic import ensure_checkpoint
 from triton_omni.checkpoint.synthetic_config import FOUR_BIT_METHODS, omni_config, vocabulary
-from triton_omni.checkpoint.synthetic_four_bit import pack
-from triton_omni.checkpoint.synthetic_weights import WeightRules
+from triton_omni.checkpoint.synthetic_weights import WeightRules, pack
 from triton_omni.core.settings import EngineSettings, SettingsError, ThinkerSettings
 from triton_omni.session.engine import Sampling
 

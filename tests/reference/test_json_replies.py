@@ -19,7 +19,7 @@ import torch
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, REPLY, ROW_TOLERANCE, Answer, ask, drain, engine_of, run
 from triton_omni.core.errors import BadRequest
-from triton_omni.core.loop_clock import LoopClock
+from triton_omni.core.metrics import LoopClock
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -87,7 +87,7 @@ def test_replies_are_json_of_their_schemas_and_others_are_as_they_were(
 def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
     engine: Any, hf: HfReference, monkeypatch: pytest.MonkeyPatch, clock: LoopClock
 ) -> None:
-    from triton_omni.vllm_hooks.shared import incremental_engine
+    from triton_omni.vllm_hooks.shared import incremental_schedule
 
     compiler, went_on, naps = engine._schemas.prepare(), threading.Event(), list[float]()
     compile_grammar = compiler.compile_grammar
@@ -97,7 +97,7 @@ def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
         return compile_grammar(*arguments, **named)
 
     monkeypatch.setattr(compiler, "compile_grammar", compile_late)
-    monkeypatch.setattr(incremental_engine, "time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr(incremental_schedule, "time", SimpleNamespace(sleep=naps.append))
     try:
         engine.add_sequence("late", engine.prepare(ask(hf, QUESTION)), held_to(COLOUR), want_rows=True)
         for _ in range(STEPS):
@@ -108,7 +108,7 @@ def test_while_a_grammar_is_compiled_no_step_follows_the_other_at_once(
     rested = tuple(naps)
     assert "input" in {metric.labels["doing"] for metric in clock.metrics()}
     assert json.loads(drain(engine, {"late": Answer()})["late"].text) in COLOUR["enum"]
-    assert rested == (incremental_engine.NAP_S,) * STEPS
+    assert rested == (incremental_schedule.NAP_S,) * STEPS
 
 
 def test_rows_are_those_of_the_tokens_that_the_schema_let_through(engine: Any, hf: HfReference) -> None:

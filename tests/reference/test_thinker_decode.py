@@ -18,7 +18,7 @@ from media_samples import picture, tone
 from reference.hf import HfReference
 from reference.thinker_rig import NOTHING_HELD, Answer, ask, assert_equals_hf, engine_of, token_ids
 from reference.vllm_records import different_records
-from triton_omni.core.loop_clock import LoopClock
+from triton_omni.core.metrics import LoopClock
 from triton_omni.session.engine import Sampling, ThinkerPrompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

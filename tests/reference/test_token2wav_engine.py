@@ -17,7 +17,7 @@ from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.speakers import Speakers, load_speakers
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.settings import DiffusionSettings, SettingsError, StreamingPlan, Token2WavSettings
-from triton_omni.policy.windows import WINDOW_NS
+from triton_omni.policy.rules import WINDOW_NS
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav.attention import AttentionKind, block_attention
 from triton_omni.token2wav.bigvgan import BigVGAN

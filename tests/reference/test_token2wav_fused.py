@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_omni.core.settings import SettingsError, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import StreamOptions
 from triton_omni.token2wav import fused_dit
-from triton_omni.token2wav.acceleration import resolve_dtype, vocoder_shapes
-from triton_omni.token2wav.attention import Before, block_attention
+from triton_omni.token2wav.attention import Before, Rotary, block_attention, rotate_
 from triton_omni.token2wav.attention_kernels import block_attention as fused_block_attention
 from triton_omni.token2wav.attention_kernels import leave_past
 from triton_omni.token2wav.batching import REACHES, BlockLayout, block_layout
@@ -36,10 +35,9 @@ from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
 from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fused_standard_normal, residual_norm
 from triton_omni.token2wav.layer_kernels import LIBRARY, LayerTilings, Tiling, product, tilings_for
-from triton_omni.token2wav.networks import Networks, load_networks
+from triton_omni.token2wav.networks import Networks, load_networks, resolve_dtype, vocoder_shapes
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, STEPS, Solver, guide, run_out
-from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.sampler import FlowOptions, Sampler, StepwiseSolver, Window, condition
 from triton_omni.token2wav.solver_kernels import advance, fused_condition
 from triton_omni.token2wav.window_cache import WindowCacheUse, WindowKVCache

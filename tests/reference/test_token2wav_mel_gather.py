@@ -11,10 +11,9 @@ from hf_token2wav import DEVICE
 from torch import Tensor
 
 from triton_omni.core.settings import StreamingPlan
-from triton_omni.token2wav.batch_launch import fade_in, vocode
+from triton_omni.token2wav.batch_launch import Due, fade_in, splice, vocode
 from triton_omni.token2wav.chunking import WindowPlan, offline_plan, streaming_plan
 from triton_omni.token2wav.dit import Voice
-from triton_omni.token2wav.mel_gather import Due, splice
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
 

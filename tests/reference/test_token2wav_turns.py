@@ -18,14 +18,13 @@ from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav import batch_launch
-from triton_omni.token2wav.acceleration import Vocoder
+from triton_omni.token2wav.batch_launch import Due, Spliced, WindowTimes
 from triton_omni.token2wav.engine import (
     STEPS_AHEAD,
     Token2WavEngine,
 )
-from triton_omni.token2wav.mel_gather import Due, Spliced
+from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.window_cache import LayerKVCache
-from triton_omni.token2wav.window_times import WindowTimes
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -102,7 +101,7 @@ def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 def gather_for_an_hour(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Token2WavPolicy.model_construct(gather_ms=3_600_000)
-    monkeypatch.setattr("triton_omni.policy.windows.TOGETHER_NS", 3_600_000 * NS_PER_MS)
+    monkeypatch.setattr("triton_omni.policy.rules.TOGETHER_NS", 3_600_000 * NS_PER_MS)
     monkeypatch.setattr(engine, "_settings", SETTINGS.model_copy(update={"policy": policy}))
 
 
@@ -150,7 +149,7 @@ def test_who_came_long_before_others_does_not_wait_for_them(
     engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather_for_an_hour(engine, monkeypatch)
-    monkeypatch.setattr("triton_omni.policy.windows.TOGETHER_NS", 0)
+    monkeypatch.setattr("triton_omni.policy.rules.TOGETHER_NS", 0)
     open_crowd(engine, "abcd")
     next_outputs(engine)
     assert batches == ["a"]
@@ -200,7 +199,7 @@ def test_who_has_enough_sound_comes_along_with_who_goes_between(
     tiny_checkpoint: Path, alone: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each batch is through in no time, as it seems, so that who hears nothing can wait for one.
-    monkeypatch.setattr("triton_omni.policy.windows.WINDOW_NS", -2 * MINUTE_NS)
+    monkeypatch.setattr("triton_omni.policy.rules.WINDOW_NS", -2 * MINUTE_NS)
     engine = Token2WavEngine(tiny_checkpoint, SETTINGS.model_copy(update={"max_streams": STREAMS + 2}), DEVICE)
     outputs = launching(engine)
     begin(engine, "f")

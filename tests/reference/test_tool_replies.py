@@ -27,7 +27,7 @@ from reference.thinker_rig import (
 )
 from triton_omni.core.errors import BadRequest
 from triton_omni.session.engine import Function, Sampling, ThinkerPrompt, ToolRules
-from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
+from triton_omni.vllm_hooks.thinker.tools import tool_grammar
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -118,14 +118,14 @@ SAID = "Let me see.\n"
 def spoken_first(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies under rules that let text stand before calls say `SAID`, which random weights would never."""
     # vLLM is imported with the first engine.
-    from triton_omni.vllm_hooks.thinker import sampling
+    from triton_omni.vllm_hooks.thinker import sequence
 
     def forced(rules: ToolRules, json_schema: str | None = None) -> str:
         written = tool_grammar(rules, json_schema)
         assert "start: TEXT | before " in written
         return written.replace("start: TEXT | before ", f"start: {json.dumps(SAID + MARK)} ")
 
-    monkeypatch.setattr(sampling, "tool_grammar", forced)
+    monkeypatch.setattr(sequence, "tool_grammar", forced)
 
 
 @pytest.mark.usefixtures("spoken_first")

@@ -47,7 +47,7 @@ def record_by_hand(manager: Any, settings: EngineSettings) -> None:
     """What vLLM's manager does at the start of a GPU's engine, with passes that are run again instead of recorded."""
     from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
 
-    from triton_omni.vllm_hooks.shared.vision_graphs import image_budgets
+    from triton_omni.vllm_hooks.shared.graphs import image_budgets
 
     network, most, frames = manager.model, manager.max_batch_size, manager.max_frames_per_batch
     assert manager.token_budgets == image_budgets(settings)
@@ -97,7 +97,7 @@ def manager_of(network: Any, settings: EngineSettings) -> Any:
     """vLLM's own manager of passes, recorded by hand."""
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
+    from triton_omni.vllm_hooks.shared.graphs import vision_graphs
 
     config = network.vllm_config
     for name, value in vision_graphs(settings).items():
@@ -185,6 +185,6 @@ def test_an_engine_that_records_images_gives_the_rows_of_one_that_does_not(
     ],
 )
 def test_images_are_recorded_up_to_the_size_of_steps_with_prompts(settings: EngineSettings, last: int | None) -> None:
-    from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
+    from triton_omni.vllm_hooks.shared.graphs import vision_graphs
 
     assert vision_graphs(settings).get("encoder_cudagraph_token_budgets", [None])[-1] == last

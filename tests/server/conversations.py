@@ -18,8 +18,8 @@ from server.serving import TINY, Served, Settings, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.session.engine import Sampling
 from triton_omni.session.ledger_table import EPOCH, PID
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Reply, Request
 
 BLOCK = 32

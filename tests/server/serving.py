@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from processes import UNMEASURED
 from server.probes import RECORDS_VARIABLE
 from triton_omni.core.profile import merged
-from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.stub.metrics import FAMILIES
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request

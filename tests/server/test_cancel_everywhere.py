@@ -26,8 +26,8 @@ from server.probes import (
 )
 from server.serving import STAGES, TINY, Served, note_figures, wait_for
 from server.test_cancel import LONG, LONG_PROMPT, SHORT, WAYS, check_dropped
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Request
 
 PLACES: int = TINY["thinker"]["engine"]["max_num_seqs"]

@@ -39,8 +39,8 @@ from server.serving import NEVER_S, STAGES, TINY, Served, held_back, note_figure
 from triton_omni.core.errors import StageName
 from triton_omni.doctor import cli
 from triton_omni.session.ledger_table import EPOCH, PID, STACKS_SIGNAL
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.restart import RestartPolicy, StageRestarter
 from triton_omni_client import Internal, OmniClientError, Overloaded, Reply, Request
 from triton_omni_client.errors import from_text

@@ -10,8 +10,8 @@ import pytest
 from server.serving import STAGES, Served
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -20,7 +20,7 @@ from server.probes import CRAWLING_THINKER, FAILING_TOKEN2WAV
 from server.serving import STAGES, TINY, Served, serve, wait_for
 from triton_omni.doctor import cli
 from triton_omni.session.ledger_table import GENERATION, Table
-from triton_omni.supervisor.warm_up import REQUEST_ID
+from triton_omni.supervisor.probe import REQUEST_ID
 from triton_omni_client import (
     BadRequest,
     Cancelled,

@@ -27,8 +27,8 @@ from server.serving import STAGES, TINY, Served, note_figures, resident_bytes, w
 from triton_omni.core.device import gpu_count
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
 from triton_omni_client.messages import MODEL
 from triton_omni_client.protocol import StreamReader, to_grpc

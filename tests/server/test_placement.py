@@ -14,7 +14,7 @@ from server.parity import GREEDY, check_reply, hf_reply
 from server.serving import Served, serve
 from server.test_mixed_media import CHATS
 from triton_omni.core.device import gpu_count
-from triton_omni.supervisor.placement import parse_placement
+from triton_omni.supervisor.served_repository import parse_placement
 
 AT_ONCE = ("all kinds between words", "a film that is heard")
 pytestmark = pytest.mark.skipif(gpu_count() < 2, reason="stages are put on two GPUs")

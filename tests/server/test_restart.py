@@ -23,8 +23,8 @@ from server.asking import BATCH_TOLERANCE
 from server.commands import DRAIN_S, Command, command
 from server.probes import CRAWLING_THINKER
 from server.serving import STAGES, wait_for
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.leftovers import members
 from triton_omni.supervisor.machine import choose_ports
 from triton_omni_client import ConnectionFailed, Overloaded, Reply, Request

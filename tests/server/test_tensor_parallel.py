@@ -22,8 +22,8 @@ from server.serving import NEVER_S, TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
 from triton_omni.core.device import gpu_count
 from triton_omni.session.ledger_table import PID
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni_client import Internal
 
 AT_ONCE = ("all kinds between words", "a film that is heard")

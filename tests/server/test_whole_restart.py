@@ -30,8 +30,8 @@ from server.probes import CRAWLING_THINKER
 from server.serving import NEVER_S, TINY, Served, held_back, serve, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni.supervisor.serve import Supervisor

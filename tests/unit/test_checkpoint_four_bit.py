@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from triton_omni.checkpoint.config import load_config
+from triton_omni.checkpoint.config import load_config, read_four_bit
 from triton_omni.checkpoint.facts import FourBit
-from triton_omni.checkpoint.four_bit import read_four_bit
 from triton_omni.checkpoint.reading import CheckpointError, Section
 from triton_omni.checkpoint.synthetic import default_checkpoint_path, ensure_checkpoint, planned_tensors
 from triton_omni.checkpoint.synthetic_config import NAMES, split_name
-from triton_omni.checkpoint.synthetic_four_bit import quantization_config
+from triton_omni.checkpoint.synthetic_weights import quantization_config
 from triton_omni.checkpoint.weights import weight_map
 
 AWQ, GPTQ = (quantization_config(FourBit(method, 128)) for method in ("awq", "gptq"))

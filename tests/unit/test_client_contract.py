@@ -12,10 +12,10 @@ from pydantic import BaseModel
 
 from client_fakes import floats
 from triton_omni.core import errors as backend_errors
-from triton_omni.core import pcm
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request import parse as backend_request
 from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
+from triton_omni.session import answer
 from triton_omni_client import Media, MediaOptions, Request, TalkerOptions, ThinkerOptions, Token2WavOptions, errors
 from triton_omni_client.audio import SAMPLE_RATE, WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_client.messages import Tensor
@@ -154,12 +154,12 @@ def test_the_backend_accepts_a_plain_question() -> None:
 
 def test_both_round_a_waveform_to_the_same_bytes() -> None:
     waveform = torch.linspace(-1.1, 1.1, 200_001)
-    assert pcm16_from_waveform(waveform.numpy()) == pcm.to_pcm16(waveform)
+    assert pcm16_from_waveform(waveform.numpy()) == answer.to_pcm16(waveform)
 
 
 @pytest.mark.parametrize("num_samples", [None, 3])
 def test_both_write_the_same_wav_header(num_samples: int | None) -> None:
     size = None if num_samples is None else 2 * num_samples
-    header = pcm.wav_header(SAMPLE_RATE, size)
+    header = answer.wav_header(SAMPLE_RATE, size)
     assert header == wav_header(num_samples)
     np.testing.assert_array_equal(WavDecoder().feed(header + b"\xff\x7f"), floats([1]))

@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from observed import ALERTS, DASHBOARD, TRITONS_OWN, alert_rules, dashboard_queries, named_metrics
-from triton_omni.stub.metric_families import FAMILIES
+from triton_omni.stub.metrics import FAMILIES
 from triton_omni_gateway.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

@@ -28,8 +28,8 @@ from triton_omni.request.chat import MediaKind, MediaPart
 from triton_omni.request.media import decode
 from triton_omni.request.media.decode import decode_media
 from triton_omni.request.media.decoders import Decoders
+from triton_omni.request.media.files import after_tags
 from triton_omni.request.media.killable import Crashed, ForkServer, KillableProcess, OutOfMemory, OutOfTime, Unwanted
-from triton_omni.request.media.sniffing import after_tags
 from triton_omni.request.media.types import Audio, Image, Video, VisionSizes
 from waiting import wait_for
 

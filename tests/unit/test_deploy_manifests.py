@@ -16,7 +16,7 @@ import yaml
 
 from triton_omni.core.profile import load_profile
 from triton_omni.core.settings import ThinkerSettings
-from triton_omni.stub import metric_families
+from triton_omni.stub.metrics import FAMILIES
 from triton_omni.supervisor import options as server_options
 from triton_omni.supervisor import serve
 from triton_omni_gateway import GatewaySettings
@@ -328,7 +328,7 @@ def test_the_autoscaler_counts_metrics_that_the_server_has() -> None:
     metrics = manifest("HorizontalPodAutoscaler", "triton-omni-server")["spec"]["metrics"]
     rules = yaml.safe_load((DEPLOY / "kubernetes/monitoring/adapter-values.yaml").read_text())["rules"]["custom"]
     assert [metric["pods"]["metric"]["name"] for metric in metrics] == [rule["name"]["as"] for rule in rules]
-    exported = {series for family in metric_families.FAMILIES for series in family.series}
+    exported = {series for family in FAMILIES for series in family.series}
     for rule in rules:
         series, stage = re.fullmatch(r'(\w+)\{stage="(\w+)".*\}', rule["seriesQuery"]).groups()  # type: ignore[union-attr]
         assert series in exported

@@ -21,17 +21,15 @@ from types import SimpleNamespace
 import pytest
 
 from triton_omni.core.endpoint import http_addresses
-from triton_omni.doctor import cli, metrics_page
+from triton_omni.doctor import cli, diagnosis
 from triton_omni.doctor.cli import Server, examine
-from triton_omni.doctor.diagnosis import OVERDUE_S, Sample, findings
-from triton_omni.doctor.metrics_page import MetricsPage
+from triton_omni.doctor.diagnosis import OVERDUE_S, MetricsPage, Sample, findings
 from triton_omni.doctor.stage_processes import running_for, server_processes, stage_processes
 from triton_omni.session import ledger, ledger_table, ledger_view, server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.session.ledger_table import BEAT, CLOSED, EPOCH, OPEN_REQUESTS, PID, Field, create_table
-from triton_omni.session.ledger_view import read_ledger
-from triton_omni.session.stage_board import StageBoard
-from triton_omni.supervisor import leftovers, start_report
+from triton_omni.session.ledger_view import StageBoard, read_ledger
+from triton_omni.supervisor import leftovers, start
 
 STAGES = ("thinker", "talker", "token2wav")
 FIGURES = ("sessions", "running", "waiting", "kv_blocks_used", "rows_used", "outbox", "leaked_sessions")
@@ -99,7 +97,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "LOOKS_APART_S", 0.01)
     monkeypatch.setattr(cli, "SETTLE_S", 0.001)
     monkeypatch.setattr(cli, "_ANSWERS_WITHIN_S", 100.0)
-    monkeypatch.setattr(metrics_page, "_FETCH_TIMEOUT_S", 100.0)
+    monkeypatch.setattr(diagnosis, "_FETCH_TIMEOUT_S", 100.0)
 
 
 @pytest.fixture
@@ -539,14 +537,14 @@ def test_a_server_that_listens_does_not_start(
 
 
 def test_what_a_ledger_says_is_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_report, "ledger_name", lambda pid: rig.name)
-    assert start_report.loaded_stages(1) == list(STAGES)
+    monkeypatch.setattr(start, "ledger_name", lambda pid: rig.name)
+    assert start.loaded_stages(1) == list(STAGES)
     board = StageBoard(rig.name)
     board.set_word(EPOCH, 0, "talker")
-    assert start_report.loaded_stages(1) == ["thinker", "token2wav"]
+    assert start.loaded_stages(1) == ["thinker", "token2wav"]
     board.close()
-    monkeypatch.setattr(start_report, "ledger_name", lambda pid: "triton-omni-no-such")
-    assert start_report.loaded_stages(1) == []
+    monkeypatch.setattr(start, "ledger_name", lambda pid: "triton-omni-no-such")
+    assert start.loaded_stages(1) == []
 
 
 def test_servers_and_their_stages_are_found_by_their_processes(tmp_path: Path) -> None:

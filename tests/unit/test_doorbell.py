@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from triton_omni.link.doorbell import Doorbell, DoorbellRinger
+from triton_omni.link.ring import Doorbell, DoorbellRinger
 from triton_omni.session import server_folder
 
 WAIT_S = 30.0
 RING = """
 import pathlib, sys
 from triton_omni.session import server_folder
-from triton_omni.link.doorbell import DoorbellRinger
+from triton_omni.link.ring import DoorbellRinger
 server_folder._SHARED_MEMORY = pathlib.Path(sys.argv[1])
 DoorbellRinger(sys.argv[2], "talker").ring()
 """

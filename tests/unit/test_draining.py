@@ -8,8 +8,8 @@ import time
 import pytest
 
 from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
-from triton_omni.supervisor.drain import drain, end_sessions
 from triton_omni.supervisor.options import parse_options
+from triton_omni.supervisor.readiness import drain, end_sessions
 
 LONG_S = 6000.0
 """Longer than a test may take."""

@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_omni.link.doorbell import Doorbell
-from triton_omni.link.ring import offer_ring, open_ring
+from triton_omni.link.ring import Doorbell, offer_ring, open_ring
 from triton_omni.link.sender import RingWriter
 from triton_omni.session import server_folder
 from triton_omni.session.ledger import SessionLedger, StageFacts
 from triton_omni.session.ledger_table import DRAINING, LEAVING, Table, create_table, wait_while_held
-from triton_omni.session.ledger_view import read_ledger
+from triton_omni.session.ledger_view import StageBoard, read_ledger
 from triton_omni.session.server_folder import (
     LedgerError,
     ledger_name,
@@ -32,7 +31,6 @@ from triton_omni.session.server_folder import (
     remove_stale,
     table_path,
 )
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.supervisor import leftovers
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.server_log import ServerLog

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
-from triton_omni.vllm_hooks.thinker.row_release import Cut, Piece, RowRelease, StopCut
+from triton_omni.vllm_hooks.thinker.rows import Cut, Piece, RowRelease, StopCut
 
 HIDDEN = 4
 

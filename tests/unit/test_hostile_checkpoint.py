@@ -11,8 +11,7 @@ import pytest
 
 from triton_omni.checkpoint import reading
 from triton_omni.checkpoint.config import CheckpointError, load_config
-from triton_omni.checkpoint.headers import check_file
-from triton_omni.checkpoint.reading import read_index, read_json
+from triton_omni.checkpoint.reading import check_file, read_index, read_json
 from triton_omni.supervisor.model_folder import ModelFolderError, check_files
 
 DEEP = "[" * 100_000

@@ -70,7 +70,7 @@ def test_a_killed_fork_server_leaves_no_descriptor() -> None:
     server.close()
 
 
-@pytest.mark.parametrize("what", ["os.memfd_create", "os.fdopen", "triton_omni.request.media.object_pipe.send_handle"])
+@pytest.mark.parametrize("what", ["os.memfd_create", "os.fdopen", "triton_omni.request.media.killable.send_handle"])
 def test_what_this_process_lacks_is_not_told_of_the_other(
     process: KillableProcess, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

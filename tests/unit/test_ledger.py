@@ -41,9 +41,9 @@ from triton_omni.session.ledger_table import (
     Table,
     create_table,
 )
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.server_folder import LedgerError, own_folder, remove_stale, server_name, table_path
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.session.wire import SessionKey
 from triton_omni.thinker.slots import Slots
 from waiting import IN_TIME_S

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from fakes import FakeIntake, FakeThinkerEngine
 from session_rig import finished, pipeline
-from triton_omni.core.events import LONGEST_VALUE, log_event
-from triton_omni.core.log_format import PlainFormatter, configure_logging, json_formatter
+from triton_omni.core.logs import LONGEST_VALUE, PlainFormatter, configure_logging, json_formatter, log_event
 from triton_omni.core.settings import SettingsError
 from triton_omni.supervisor.options import parse_options
 from waiting import IN_TIME_S
@@ -159,7 +158,7 @@ def test_an_exception_is_a_field_of_json_and_lines_of_its_own_else():
 def test_the_environment_chooses_the_format(chosen, is_json):
     code = (
         "import logging\n"
-        "from triton_omni.core.log_format import configure_logging\n"
+        "from triton_omni.core.logs import configure_logging\n"
         "configure_logging(); logging.getLogger('x').info('hello')"
     )
     told = subprocess.run(

@@ -12,7 +12,7 @@ _MAKES_GROUPS = """
 import sys
 from pathlib import Path
 import torch.distributed
-from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
+from triton_omni.vllm_hooks.shared.platform import lone_groups
 
 begin, new_group = torch.distributed.init_process_group, torch.distributed.new_group
 with lone_groups(int(sys.argv[1])):

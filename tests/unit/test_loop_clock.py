@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from triton_omni.core import loop_clock
-from triton_omni.core.loop_clock import LoopClock, SpentOn
+from triton_omni.core import metrics
+from triton_omni.core.metrics import LoopClock, SpentOn
 from triton_omni.session.loop import StageLoop
 
 SECOND_NS = 1_000_000_000
@@ -37,7 +37,7 @@ def clock(time: Time) -> Iterator[LoopClock]:
     clock = LoopClock(time)
     clock.attach()
     yield clock
-    del loop_clock._of_thread.clock
+    del metrics._of_thread.clock
 
 
 def seconds(clock: LoopClock) -> dict[str, float]:

@@ -14,8 +14,8 @@ from triton_omni.core.errors import InternalError, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
 from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_while_held
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.stage import REVIVED_AFTER_MS
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.thinker.open_session import STILL_S
 from waiting import FOREVER_S, IN_TIME_S, wait_for
 

@@ -25,8 +25,8 @@ from triton_omni.request.chat import MediaPart
 from triton_omni.request.media import audio
 from triton_omni.request.media.audio import decode_audio
 from triton_omni.request.media.decode import decode_media
+from triton_omni.request.media.files import sniff
 from triton_omni.request.media.image import decode_image
-from triton_omni.request.media.sniffing import sniff
 from triton_omni.request.media.timing import frame_count
 from triton_omni.request.media.types import Audio, PixelRange, VisionSizes, smart_resize
 from triton_omni.request.media.video import decode_video, resize_frame

@@ -19,8 +19,7 @@ from triton_omni.request.media.decoders import Decoders
 from triton_omni.request.media.types import Audio, Image, Video, VisionSizes, image_of
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import Features, ThinkerPlaced
-from triton_omni.thinker.media_cache import ENTRY_BYTES, MediaCache, MediaKey
-from triton_omni.thinker.request_media import Room
+from triton_omni.thinker.request_media import ENTRY_BYTES, MediaCache, MediaKey, Room
 
 SIZES = VisionSizes()
 PHOTO = samples.image_file("jpeg", 84, 56)

@@ -11,8 +11,7 @@ from triton_omni.core.metrics import Metric
 from triton_omni.link.receiver import LinkLatency
 from triton_omni.session.stage import StageStats
 from triton_omni.stub import metrics
-from triton_omni.stub.metric_families import FAMILIES
-from triton_omni.stub.metrics import StageMetrics
+from triton_omni.stub.metrics import FAMILIES, StageMetrics
 from triton_omni.stub.tensors import LinkCounter
 from waiting import wait_for
 

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from triton_omni.core.precision import use_ordered_sums
+from triton_omni.core.gpu import use_ordered_sums
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -15,8 +15,7 @@ from PIL import ImageOps
 import media_samples as samples
 from triton_omni.core.errors import BadRequest
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media.image import decode_image
-from triton_omni.request.media.picture_parts import MAX_PARTS, picture_parts
+from triton_omni.request.media.image import MAX_PARTS, decode_image, picture_parts
 from triton_omni.request.media.types import VisionSizes
 
 LIMITS, SIZES = RequestLimits(), VisionSizes()

@@ -10,8 +10,8 @@ import pytest
 
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.options import ServerConfig, parse_options
-from triton_omni.supervisor.placement import check_placement, parse_placement
 from triton_omni.supervisor.serve import Supervisor
+from triton_omni.supervisor.served_repository import check_placement, parse_placement
 
 
 @pytest.mark.parametrize(

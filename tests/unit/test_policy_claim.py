@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from triton_omni.policy.claim import Claim
+from triton_omni.policy.rules import Claim
 
 MS = 1_000_000
 LIMIT = 150 * MS

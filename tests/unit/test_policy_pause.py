@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinker_sessions import PROMPT, FakeLedger, session
-from triton_omni.policy.pause import must_pause
+from triton_omni.policy.rules import must_pause
 from triton_omni.session.wire import ThinkerReport
 
 FIRST, NOW, LIMIT = 24, 7_000_000_000, 150_000_000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from triton_omni.core.policy_settings import Token2WavPolicy
-from triton_omni.policy.windows import FEW, FRAME_NS, MANY, TOGETHER_NS, WINDOW_NS, Snapshot, next_batch, wants_claim
+from triton_omni.policy.rules import FEW, FRAME_NS, MANY, TOGETHER_NS, WINDOW_NS, Snapshot, next_batch, wants_claim
 
 MS = 1_000_000
 NOW = 60_000 * MS

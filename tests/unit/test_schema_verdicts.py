@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from triton_omni.vllm_hooks.thinker import schema_verdicts
-from triton_omni.vllm_hooks.thinker.schema_trial import Verdict
-from triton_omni.vllm_hooks.thinker.schema_verdicts import KEPT, SchemaVerdicts
+from triton_omni.vllm_hooks.thinker import schema_trial
+from triton_omni.vllm_hooks.thinker.schema_trial import KEPT, SchemaVerdicts, Verdict
 
 USABLE, COSTLY = Verdict(), Verdict("it takes more than 2 s of CPU time", is_too_costly=True)
 REFUSED = Verdict("Unimplemented keys: secret", ".secret")
@@ -26,7 +25,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(schemas)
         return verdicts.get(schemas[0], USABLE)
 
-    monkeypatch.setattr(schema_verdicts, "try_schemas", try_schemas)
+    monkeypatch.setattr(schema_trial, "try_schemas", try_schemas)
     return found
 
 

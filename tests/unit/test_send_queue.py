@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_omni.core.errors import InternalError, TooLarge
-from triton_omni.core.streams import record_event
+from triton_omni.core.gpu import record_event
 from triton_omni.link.send_queue import (
     CREDITS,
     MESSAGE_APART_NS,

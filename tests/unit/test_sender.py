@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 
-from triton_omni.link.doorbell import Doorbell
-from triton_omni.link.ring import offer_ring
+from triton_omni.link.ring import Doorbell, offer_ring
 from triton_omni.link.send_queue import SendQueue
 from triton_omni.link.sender import LOOK_NS, LinkSender, RingWriter
 from triton_omni.session import server_folder

@@ -21,7 +21,6 @@ from triton_omni.core.profile import Profile
 from triton_omni.core.settings import RequestLimits, TalkerSettings, ThinkerSettings, load_settings
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.memory_pool import memory_pool_bytes
 from triton_omni.supervisor.model_folder import checkpoint_name
 from triton_omni.supervisor.served_repository import (
     STREAMING_MODEL,
@@ -30,6 +29,7 @@ from triton_omni.supervisor.served_repository import (
     served_repository,
     stage_settings,
 )
+from triton_omni.supervisor.start import memory_pool_bytes
 
 PROJECT = Path(__file__).parents[2] / "model_repository"
 

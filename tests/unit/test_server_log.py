@@ -12,8 +12,7 @@ import pytest
 
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.readiness import NO_BACKEND
-from triton_omni.supervisor.repeats import PERIOD_S, WRITTEN, Repeats
-from triton_omni.supervisor.server_log import ServerLog, find_reason
+from triton_omni.supervisor.server_log import PERIOD_S, WRITTEN, Repeats, ServerLog, find_reason
 
 # Written by every server on a machine without a GPU, whatever happens later.
 BEGINNING = """\

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from triton_omni.policy.windows import wants_claim
+from triton_omni.policy.rules import wants_claim
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,7 @@ from triton_omni.request.chat import MediaPart
 from triton_omni.request.media import audio
 from triton_omni.request.media.audio import decode_audio
 from triton_omni.request.media.decode import decode_media
-from triton_omni.request.media.sniffing import sniff
+from triton_omni.request.media.files import sniff
 from triton_omni.request.media.types import Video, VisionSizes
 from triton_omni.request.media.video import decode_video
 
@@ -303,7 +303,7 @@ def test_a_long_wav_is_opened_by_its_beginning(monkeypatch: pytest.MonkeyPatch) 
             return found
 
     data = samples.audio_file("wav", seconds=30)
-    monkeypatch.setattr("triton_omni.request.media.opening.io.BytesIO", Watched)
+    monkeypatch.setattr("triton_omni.request.media.files.io.BytesIO", Watched)
     blocks = audio._blocks_of_file(data, "wav", RequestLimits())
     next(blocks)
     assert sum(read) < len(data) / 3

@@ -18,15 +18,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from triton_omni.checkpoint.headers import check_file
-from triton_omni.checkpoint.reading import INDEX_FILE, CheckpointError
-from triton_omni.supervisor import start_checks
+from triton_omni.checkpoint.reading import INDEX_FILE, CheckpointError, check_file
+from triton_omni.supervisor import start
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor, main
 from triton_omni.supervisor.served_repository import served_repository
 from triton_omni.supervisor.server_log import ServerLog
-from triton_omni.supervisor.start_checks import MPS_SHARE, check_caches, check_gpu_share, check_shared_memory
+from triton_omni.supervisor.start import MPS_SHARE, check_caches, check_gpu_share, check_shared_memory
 from triton_omni.vllm_hooks.shared.named_weights import load_named
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +156,7 @@ def full(*_args: object, **_options: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("variable", start_checks.CACHES)
+@pytest.mark.parametrize("variable", start.CACHES)
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, variable: str) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "cache"
@@ -183,7 +182,7 @@ def test_a_cache_that_can_be_written_is_left_empty(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.start_checks import check_caches
+from triton_omni.supervisor.start import check_caches
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 try:
     check_caches({"VLLM_CACHE_ROOT": sys.argv[1]})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.supervisor.start_report import StartReport, stages_of
+from triton_omni.supervisor.start import StartReport, stages_of
 
 STAGES = ("thinker", "talker", "token2wav")
 

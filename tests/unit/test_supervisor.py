@@ -27,16 +27,16 @@ from triton_omni.core.profile import Profile
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.session import server_folder
 from triton_omni.session.ledger_table import BEAT, EPOCH, PID, Field, create_table
-from triton_omni.session.stage_board import StageBoard
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.supervisor import leftovers, serve
 from triton_omni.supervisor.machine import ServerError, ServerNotReady, choose_ports, find_triton, visible_gpus
-from triton_omni.supervisor.memory_pool import memory_pool_bytes, pool_bytes
 from triton_omni.supervisor.model_control import ModelControl
 from triton_omni.supervisor.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.supervisor.model_folder import main as print_model_folder
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.restart import RestartPolicy
 from triton_omni.supervisor.serve import Supervisor, main, on_signals
+from triton_omni.supervisor.start import memory_pool_bytes, pool_bytes
 from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 # Answers the readiness path as tritonserver does; what it should do otherwise is told by its environment.
@@ -225,7 +225,7 @@ def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
 def test_a_server_that_never_gets_ready_is_stopped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=0.1))
     # Not before it can be stopped in order.
-    look = "triton_omni.supervisor.start_report.StartReport.look"
+    look = "triton_omni.supervisor.start.StartReport.look"
     monkeypatch.setattr(look, lambda _: wait_for(lambda: listens(server.http_url)))
     with pytest.raises(ServerNotReady, match=r"not ready after 0\.1 s"), server:
         pass

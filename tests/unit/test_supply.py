@@ -23,7 +23,7 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "m
 RESTRICTED = {
     Path("backend_src/triton_omni/checkpoint/voice_names.py"): {"pickle"},
     Path("backend_src/triton_omni/checkpoint/speakers.py"): {"pickle"},
-    Path("backend_src/triton_omni/request/media/object_pipe.py"): {"pickle"},
+    Path("backend_src/triton_omni/request/media/killable.py"): {"pickle"},
 }
 """Files that may import one of these: for unpicklers of plain values or media alone, which have their own tests."""
 DEVELOPMENT = ROOT / "requirements" / "dev.in"

@@ -11,7 +11,7 @@ import pytest
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.tools import ToolParameters, read_tools
 from triton_omni.session.engine import Function, ToolRules
-from triton_omni.vllm_hooks.thinker.tool_grammar import tool_grammar
+from triton_omni.vllm_hooks.thinker.tools import tool_grammar
 
 WEATHER = {
     "type": "object",

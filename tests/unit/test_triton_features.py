@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from triton_omni.supervisor.machine import ServerError, TritonInstall, find_triton, stub_environment
-from triton_omni.supervisor.triton_features import (
+from triton_omni.supervisor.machine import (
     CLIENT_SHARED_MEMORY,
     HTTP_BODY_LIMIT,
+    ServerError,
+    TritonInstall,
     Version,
     errors_wait,
+    find_triton,
     guard_warning,
     known_options,
     server_version,
+    stub_environment,
 )
 
 HELP = """Usage: tritonserver [options]

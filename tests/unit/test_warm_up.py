@@ -11,7 +11,7 @@ import pytest
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.request.parse import TalkerOptions, ThinkerOptions, Token2WavOptions
 from triton_omni.supervisor.machine import choose_ports
-from triton_omni.supervisor.warm_up import _REQUEST, warm_up
+from triton_omni.supervisor.probe import _REQUEST, warm_up
 
 HOST = "127.0.0.1"
 

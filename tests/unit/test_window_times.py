@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from triton_omni.token2wav.window_times import WindowTimes
+from triton_omni.token2wav.batch_launch import WindowTimes
 
 SECOND_NS = 1_000_000_000
 

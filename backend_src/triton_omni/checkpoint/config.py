@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of the weights, read from the checkpoint's own files: sizes, special ids, rates.
+"""Facts of the weights, read from the checkpoint's own files: sizes, special ids, rates, 4-bit codes.
 
 Settings that a deployment chooses are in `core/settings.py`. Nothing here imports transformers: `config.json` is read
 as published (names of transformers 4) and as newer transformers write it (`rope_parameters`, `hidden_size` in the DiT).
+
+`quantization_config` tells of a thinker's decoder in 4-bit codes, as Qwen publishes Qwen2.5-Omni-7B by AWQ and GPTQ
+(`synthetic_weights.py` has the format). What vLLM has no kernel for is refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 from triton_omni.checkpoint.facts import (
     BigVganConfig,
@@ -18,14 +22,68 @@ from triton_omni.checkpoint.facts import (
     DitConfig,
     EcapaConfig,
     FlowConfig,
+    FourBit,
     OmniConfig,
     SoundWindow,
     TalkerConfig,
     TalkerSampling,
     ThinkerConfig,
 )
-from triton_omni.checkpoint.four_bit import read_four_bit
 from triton_omni.checkpoint.reading import LARGEST_INTEGER, MOST_ITEMS, CheckpointError, Section, read_json
+
+# --- 4-bit codes ------------------------------------------------------------------------------------------------------
+
+
+_GROUP_SIZES = (32, 64, 128)
+"""Those of vLLM's Marlin kernels. The published checkpoints have 128."""
+
+
+def read_four_bit(root: Section) -> FourBit | None:
+    """How the decoder's matrices are quantised; None = `config.json` states nothing of it.
+
+    Raises:
+        CheckpointError: naming the key, its value and what is served.
+    """
+    section = root.maybe("quantization_config")
+    if not section.values:
+        return None
+    method = section.values.get("quant_method")
+    if method not in ("awq", "gptq"):
+        raise _refused(section, "quant_method", method, "awq and gptq are served, and weights that are not quantised")
+    _expect(section, "bits", 4)
+    _expect(section, "lm_head", False, default=False)
+    (_expect_awq if method == "awq" else _expect_gptq)(section)
+    if (group := section.integer("group_size")) not in _GROUP_SIZES:
+        raise _refused(section, "group_size", group, f"{', '.join(map(str, _GROUP_SIZES))} are served")
+    return FourBit(method, group)
+
+
+def _expect_awq(section: Section) -> None:
+    _expect(section, "zero_point", True)
+    version = section.values.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise _refused(section, "version", version, "gemm is served, other versions are packed otherwise")
+
+
+def _expect_gptq(section: Section) -> None:
+    _expect(section, "sym", True)
+    _expect(section, "desc_act", False, cure="vLLM has no kernel for it; take an AWQ checkpoint")
+    if section.values.get("dynamic"):
+        raise _refused(section, "dynamic", section.values["dynamic"], "all decoder layers must be quantised alike")
+
+
+def _expect(section: Section, key: str, wanted: object, *, default: Any = None, cure: str = "") -> None:
+    found = section.values.get(key, default)
+    if type(found) is not type(wanted) or found != wanted:
+        raise _refused(section, key, found, cure or f"{str(wanted).lower()} is served")
+
+
+def _refused(section: Section, key: str, found: object, served: str) -> CheckpointError:
+    return section.fail(key, f"{found!r:.80} is not served: {served}")
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
 
 __all__ = ["CheckpointError", "OmniConfig", "fingerprint", "load_config"]
 

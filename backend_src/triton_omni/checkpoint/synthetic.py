@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a whole random Qwen2.5-Omni checkpoint in HF's format: tiny for tests, 3B and 7B for measurements.
 
-Each can also have the thinker's decoder in 4 bits, as `synthetic_four_bit.py` describes.
+Each can also have the thinker's decoder in 4 bits, as `synthetic_weights.py` describes.
 
 It writes all that HF's `from_pretrained` loads: configuration, sharded safetensors, tokenizer, processor, speakers. It
 knows nothing of serving. Command line: `python -m triton_omni.checkpoint.synthetic --size tiny-awq --out FOLDER`.
@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from triton_omni.checkpoint import synthetic_config, synthetic_four_bit, synthetic_text, synthetic_weights
+from triton_omni.checkpoint import synthetic_config, synthetic_text, synthetic_weights
 from triton_omni.checkpoint.facts import FourBit
 from triton_omni.checkpoint.synthetic_config import NAMES, Size, omni_config, split_name, vocabulary
-from triton_omni.checkpoint.synthetic_four_bit import is_four_bit, pack, quantization_config
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
-from triton_omni.checkpoint.synthetic_weights import WeightRules
+from triton_omni.checkpoint.synthetic_weights import WeightRules, is_four_bit, pack, quantization_config
 from triton_omni.core.cache_folder import cache_folder
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def ensure_checkpoint(name: str = "tiny", path: Path | None = None, *, progress:
 def _source_hash() -> str:
     """Changes with the code that makes the checkpoint."""
     digest = hashlib.sha256()
-    parts = (synthetic_config, synthetic_four_bit, synthetic_text, synthetic_weights)
+    parts = (synthetic_config, synthetic_text, synthetic_weights)
     for module in (*parts, sys.modules[__name__]):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about a server at one moment, from its ledger, its metrics and Triton (pure).
+"""Findings about a server at one moment, from its ledger, its metrics page (Prometheus' text form) and Triton.
 
 A finding has a name, by which it is recognised at the next moment, and a sentence. Some come and go while sessions
 begin and end; what stays is meant (`doctor/cli.py`).
@@ -10,11 +10,55 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from triton_omni.core.errors import StageName
-from triton_omni.doctor.metrics_page import MetricsPage
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import LedgerView, StageView, UnaryView
+
+# --- the metrics' page ------------------------------------------------------------------------------------------------
+
+
+_FETCH_TIMEOUT_S = 5.0
+
+
+class MetricsPage:
+    """The samples of one page.
+
+    Raises:
+        ValueError: the text is none.
+    """
+
+    def __init__(self, text: str) -> None:
+        families = text_string_to_metric_families(text)
+        self._samples = [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all samples."""
+        return frozenset(name for name, _, _ in self._samples)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The sum of all samples of this name with at least these labels; None = there is none."""
+        found = [value for own, has, value in self._samples if own == name and labels.items() <= has.items()]
+        return sum(found) if found else None
+
+
+def fetch_page(url: str) -> MetricsPage:
+    """The page at `url`.
+
+    Raises:
+        OSError: nobody answers there.
+        ValueError: it is no page of metrics.
+    """
+    with urlopen(url, timeout=_FETCH_TIMEOUT_S) as answer:
+        return MetricsPage(answer.read().decode("utf-8", errors="replace"))
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
 
 SILENT_S: Final = 5.0
 """A loop turns at least every 0.05 s, unless it is in an engine's step."""

@@ -18,11 +18,10 @@ from typing import Final, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from triton_omni.core.gpu import record_event
 from triton_omni.core.metrics import Histogram, Metric
-from triton_omni.core.streams import record_event
 from triton_omni.core.tracing import NO_SPAN, Span
-from triton_omni.link.doorbell import Doorbell
-from triton_omni.link.ring import Ring
+from triton_omni.link.ring import Doorbell, Ring
 from triton_omni.session.engine import FedEngine
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.ledger_table import CANCELLED, CAPACITY, CLOSED, CONSUMED, FETCHED, PLACED, STAGES

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from triton_omni.core.streams import on_side_stream, record_event
+from triton_omni.core.gpu import on_side_stream, record_event
 from triton_omni.session.engine import CallPiece
 
 CREDITS: Final = 2

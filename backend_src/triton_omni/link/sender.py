@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from triton_omni.core.errors import StageName
+from triton_omni.core.gpu import await_side_stream, on_side_stream
 from triton_omni.core.metrics import Metric
-from triton_omni.core.streams import await_side_stream, on_side_stream
-from triton_omni.link.doorbell import DoorbellRinger
-from triton_omni.link.ring import Ring, RingError, open_ring
+from triton_omni.link.ring import DoorbellRinger, Ring, RingError, open_ring
 from triton_omni.link.send_queue import Batch, SendQueue
 from triton_omni.session.answer import Sent
 from triton_omni.session.ledger import Placed, SessionLedger

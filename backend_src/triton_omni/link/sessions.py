@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, Overloaded
-from triton_omni.core.events import log_event
+from triton_omni.core.logs import log_event
 from triton_omni.core.metrics import LeakWatch, Metric
 from triton_omni.core.tracing import Tracer
 from triton_omni.link.receiver import LinkReceiver, LinkSession

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Response to a client: one part of a stream, or a whole reply.
+"""Response to a client: one part of a stream, or a whole reply; and its sound as 16-bit PCM or WAV.
 
 torch is imported for no more than its types: who puts a whole reply together is of numpy alone.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -55,3 +57,46 @@ class Answer:
             "audio_base64": self.audio_base64.encode(),
             "info": self.info.encode(),
         }
+
+
+# --- sound ------------------------------------------------------------------------------------------------------------
+
+
+PCM16_PEAK = 32767
+WAV_HEADER_BYTES = 44
+# RIFF has no length that means "until the end": sox writes and reads this one so, and the other readers find the file's
+# end before it.
+_UNKNOWN_LENGTH = 0x7FFFF000
+
+
+def to_pcm16(samples: Tensor) -> bytes:
+    """fp32 [S] in [-1, 1] to little-endian 16-bit samples; values outside are clipped."""
+    scaled = (samples.clamp(-1.0, 1.0) * PCM16_PEAK).round()
+    return scaled.short().cpu().numpy().astype("<i2").tobytes()
+
+
+def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:
+    """The 44-byte header of a mono 16-bit WAV file.
+
+    Args:
+        sample_rate: in hertz.
+        data_bytes: length of what follows; None writes the streaming form of unknown length.
+    """
+    size = _UNKNOWN_LENGTH if data_bytes is None else data_bytes
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, sample_rate * 2, 2, 16)
+    return b"RIFF" + struct.pack("<I", size + 36) + b"WAVE" + form + b"data" + struct.pack("<I", size)
+
+
+def to_base64(data: bytes) -> str:
+    """Base64 text of `data`."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def whole_groups(data: bytes) -> tuple[bytes, bytes]:
+    """`data` cut after its last group of three bytes, and the rest.
+
+    Base64 writes three bytes as four characters and pads what is less: texts whose bytes are whole groups, all but the
+    last, are one text of base64 when they are joined.
+    """
+    cut = len(data) - len(data) % 3
+    return data[:cut], data[cut:]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from triton_omni.core.errors import InternalError, StageName
-from triton_omni.core.loop_clock import Doing
-from triton_omni.core.metrics import Metric
+from triton_omni.core.metrics import Doing, Metric
 from triton_omni.session.engine import AnyEngine, EngineStats
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.ledger_table import FAULTS

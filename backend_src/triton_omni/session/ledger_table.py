@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session ledger's table: its fields, declared once, and the access to them that all of its readers share.
 
-The stages (`session/ledger.py`), the supervisor (`session/stage_board.py`) and the doctor (`session/ledger_view.py`)
+The stages (`session/ledger.py`), the supervisor (`session/ledger_view.py`) and the doctor (`session/ledger_view.py`)
 read and write by these declarations, from which the layout is computed. A field is an unsigned 64-bit word. Processors
 read and write it whole, and it has one writing process, so the table needs no locks. This module imports nothing heavy:
 the supervisor reads the table without torch.

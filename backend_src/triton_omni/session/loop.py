@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from triton_omni.core.loop_clock import Doing, LoopClock
-from triton_omni.core.streams import settle_thread
+from triton_omni.core.gpu import settle_thread
+from triton_omni.core.metrics import Doing, LoopClock
 
 IDLE_POLL_S = 0.05
 

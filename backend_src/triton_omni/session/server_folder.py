@@ -2,7 +2,7 @@
 """A server's own folder in shared memory, its name, and the checks that no other user has a hand in it.
 
 It holds the ledger (`session/ledger_table.py`), the offers of the rings (`link/ring.py`) and the sockets of the bells
-(`link/doorbell.py`). Nobody can guess its name, and only the server's user may open what is in it.
+(`link/ring.py`). Nobody can guess its name, and only the server's user may open what is in it.
 """
 
 from __future__ import annotations

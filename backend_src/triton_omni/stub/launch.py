@@ -21,7 +21,7 @@ from triton_omni.core.device import resolve_device, resolve_dtype_name
 from triton_omni.core.endpoint import command_line, own_grpc_url
 from triton_omni.core.errors import StageName
 from triton_omni.core.heap import keep_freed_memory, never_collected, uncollected
-from triton_omni.core.log_format import configure_logging
+from triton_omni.core.logs import configure_logging
 from triton_omni.core.settings import (
     Device,
     SettingsError,

@@ -29,14 +29,13 @@ from tritonclient.utils import serialize_byte_tensor  # type: ignore[import-unty
 from triton_omni.core import errors
 from triton_omni.core.endpoint import OWN_CHANNEL
 from triton_omni.core.errors import DeadlineExceeded, InternalError, OmniError, Overloaded
-from triton_omni.core.pcm import WAV_HEADER_BYTES, to_base64, wav_header
 from triton_omni.core.settings import UnarySettings
 from triton_omni.request.parse import MAX_PARAMETERS_BYTES, RequestDefaults
 from triton_omni.request.strict_json import parse_json
-from triton_omni.session.answer import Answer, is_account
+from triton_omni.session.answer import WAV_HEADER_BYTES, Answer, is_account, to_base64, wav_header
 from triton_omni.session.ledger_table import OPEN_REQUESTS, PID, create_table
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.stage import lost_error
-from triton_omni.session.stage_board import StageBoard
 from triton_omni.stub.request_parameters import read_id, read_parameters
 from triton_omni.stub.response_sender import SendingThread, TritonResponseSender
 from triton_omni.stub.tensors import bound_strings, read_strings

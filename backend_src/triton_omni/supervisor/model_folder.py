@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triton_omni.checkpoint.config import load_config
-from triton_omni.checkpoint.headers import check_file, check_weights
-from triton_omni.checkpoint.reading import SINGLE_FILE, CheckpointError, read_index
+from triton_omni.checkpoint.reading import SINGLE_FILE, CheckpointError, check_file, check_weights, read_index
 
 RANDOM = "random:"
 MINI = Path(__file__).resolve().parents[3] / "training" / "mini"

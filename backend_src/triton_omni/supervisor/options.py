@@ -11,11 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from triton_omni.core.arguments import Parser, port, seconds, whole_number
-from triton_omni.core.log_format import FORMAT_VARIABLE, FORMATS
+from triton_omni.core.logs import FORMAT_VARIABLE, FORMATS
 from triton_omni.core.profile import NO_PROFILE, Profile, load_profile, named_profiles
 from triton_omni.core.settings import SettingsError
-from triton_omni.supervisor.placement import parse_placement
 from triton_omni.supervisor.restart import RestartPolicy
+from triton_omni.supervisor.served_repository import parse_placement
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `/v2/health/ready` false while every model goes on serving, and true again. It knows no stage.
+"""A server's readiness, and its end: it takes nothing new, says that it is not ready, and finishes what it has begun.
 
 Triton calls a server ready whose models are loaded or unloaded, and not ready one that has a model that could not be
 loaded. So it is asked to load one, of a backend that does not exist. To unload what was never loaded changes nothing:
 before the server is ready again the model must have been loaded, so it is given the backend that the stages have.
+
+Triton alone loses every reply under way: at a stop it closes its HTTP port and refuses requests between stages. So it
+is told last. This module knows no process and no signal.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.model_control import ModelControlError
 
 NO_BACKEND: Final = "none"
@@ -129,3 +134,59 @@ class Readiness:
             self._failure = str(error)
             return
         self._said, self._failure = ready, ""
+
+
+# --- the end of a server ----------------------------------------------------------------------------------------------
+
+
+_POLL_S = 0.05
+_SETTLED_S = 0.2
+"""A session is over when its last response has left its stage; the server then writes it to the client."""
+
+
+class Sessions(Protocol):
+    """State of the open sessions, see `ledger_view.py`."""
+
+    def set_word(self, declared: Field, value: int) -> None:
+        """Set a field of the server's ledger."""
+
+    def open_sessions(self) -> int:
+        """How many are open."""
+
+
+def drain(
+    sessions: Sessions, seconds: float, given_up: Callable[[], bool], tell: Callable[[], None] = lambda: None
+) -> bool:
+    """Begin no session any more and wait until the last one is over.
+
+    Args:
+        seconds: to wait at most.
+        given_up: asked now and then; True ends the wait.
+        tell: says so to whoever looks; called when it is so, and whoever then asks is refused.
+
+    Returns:
+        Whether all are over.
+    """
+    sessions.set_word(LEAVING, DRAINING)
+    tell()
+    return _await_none(sessions, seconds, given_up)
+
+
+def end_sessions(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+    """End those that are open with an error, and wait until it has been told; as `drain` otherwise."""
+    sessions.set_word(LEAVING, ENDING)
+    return _await_none(sessions, seconds, given_up)
+
+
+def _await_none(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    none_since: float | None = None
+    while True:
+        now = time.monotonic()
+        if sessions.open_sessions():
+            none_since = None
+        elif now - (none_since := none_since or now) >= _SETTLED_S:
+            return True
+        if given_up() or (now > deadline and none_since is None):
+            return False
+        time.sleep(_POLL_S)

@@ -89,7 +89,7 @@ class Starts:
 
 
 class Board(Protocol):
-    """State of the stages' processes, see `stage_board.py`."""
+    """State of the stages' processes, see `ledger_view.py`."""
 
     def word(self, declared: Field, model: StageName) -> int:
         """A field's word for this model."""

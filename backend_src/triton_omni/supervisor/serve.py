@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType, TracebackType
 
-from triton_omni.supervisor.drain import drain
 from triton_omni.supervisor.guard import Guard
 from triton_omni.supervisor.leftovers import new_region_prefix, remove_stale_regions
 from triton_omni.supervisor.machine import (
@@ -26,6 +25,7 @@ from triton_omni.supervisor.machine import (
     ServerNotReady,
     choose_ports,
     find_triton,
+    known_options,
     stub_environment,
     visible_gpus,
 )
@@ -33,15 +33,13 @@ from triton_omni.supervisor.model_control import ModelControl, operator_key
 from triton_omni.supervisor.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.supervisor.mps import mps_daemon
 from triton_omni.supervisor.options import ServerConfig, parse_options
-from triton_omni.supervisor.placement import check_placement
-from triton_omni.supervisor.probe import address, own_host
+from triton_omni.supervisor.probe import address, own_host, warm_up
+from triton_omni.supervisor.readiness import drain
 from triton_omni.supervisor.restart import Starts
+from triton_omni.supervisor.served_repository import check_placement
 from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.server_run import END_WITHIN_S, KILL_AFTER_S, Launch, ServerRun
-from triton_omni.supervisor.start_checks import check_caches, check_gpu_share, check_shared_memory
-from triton_omni.supervisor.start_report import StartReport, stages_of
-from triton_omni.supervisor.triton_features import known_options
-from triton_omni.supervisor.warm_up import warm_up
+from triton_omni.supervisor.start import StartReport, check_caches, check_gpu_share, check_shared_memory, stages_of
 
 _SAME_SIGNAL_S = 1.0
 """Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""

@@ -3,7 +3,8 @@
 
 Triton hands a model's configuration to every client that asks, over HTTP and gRPC. Each start writes facts of the
 checkpoint and of the stages' settings into a copy of the public models' `config.pbtxt`, as JSON parameters. The copies
-of the stages' files name each stage's GPU. A model that a profile changes gets a `stage.yaml` of its own. All else of
+of the stages' files name each stage's GPU: left alone, Triton starts an instance of every Python model on every GPU
+that it sees, and a stage is one process. A model that a profile changes gets a `stage.yaml` of its own. All else of
 the copy is links to the original.
 """
 
@@ -36,9 +37,54 @@ from triton_omni.core.settings import (
     UnarySettings,
     load_settings,
 )
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.model_folder import checkpoint_name
-from triton_omni.supervisor.placement import instance_group
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+def parse_placement(text: str) -> dict[str, int]:
+    """`thinker=0,token2wav=1` as numbers by stage; a stage that is not named is on GPU 0.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    placement: dict[str, int] = dict.fromkeys(STAGES, 0)
+    named = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        stage, _, number = part.partition("=")
+        if stage not in placement:
+            raise ValueError(f"'{part}' is not STAGE=N; the stages are {', '.join(STAGES)}")
+        if stage in named:
+            raise ValueError(f"{stage} is named twice")
+        if not number.isascii() or not number.isdecimal():
+            raise ValueError(f"{stage}: '{number}' is no number of a GPU")
+        named.add(stage)
+        placement[stage] = int(number)
+    return placement
+
+
+def check_placement(placement: Mapping[str, int], gpus: int) -> None:
+    """See whether every stage's GPU is there; without any GPU nothing is to be chosen but 0.
+
+    Raises:
+        ServerError: naming the stage, its number and how many GPUs there are.
+    """
+    for stage, number in placement.items():
+        if number >= max(gpus, 1):
+            seen = f"{gpus} of them, 0 to {gpus - 1}" if gpus else "none"
+            raise ServerError(f"{stage} was placed on GPU {number}, but this process sees {seen}")
+
+
+def instance_group(gpu: int | None) -> str:
+    """An entry of a `config.pbtxt`: one instance, on that GPU or on the CPU."""
+    where = "kind: KIND_CPU" if gpu is None else f"kind: KIND_GPU gpus: [ {gpu} ]"
+    return f"instance_group [ {{ count: 1 {where} }} ]\n"
+
+
+# --- the repository ---------------------------------------------------------------------------------------------------
+
 
 STREAMING_MODEL = "qwen2_5_omni"
 UNARY_MODEL = "qwen2_5_omni_unary"

@@ -15,29 +15,29 @@ from pathlib import Path
 from typing import Final
 
 from triton_omni.session.ledger_table import WATCHED
+from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
-from triton_omni.session.stage_board import StageBoard
-from triton_omni.supervisor.drain import end_sessions
 from triton_omni.supervisor.guard import guarded_process
 from triton_omni.supervisor.leftovers import end_group, has_followers, kill_group, remove_shared_memory
-from triton_omni.supervisor.machine import ServerError, TritonInstall
-from triton_omni.supervisor.memory_pool import memory_pool_bytes
-from triton_omni.supervisor.model_control import ModelControl, ModelControlError
-from triton_omni.supervisor.native import with_bounds, with_stall_guard
-from triton_omni.supervisor.options import ServerConfig
-from triton_omni.supervisor.probe import Probe, address, own_host
-from triton_omni.supervisor.readiness import Readiness
-from triton_omni.supervisor.restart import MODELS, RestartPolicy, StageRestarter
-from triton_omni.supervisor.served_repository import served_repository, temporary_folder, thinker_limits
-from triton_omni.supervisor.server_log import ServerLog
-from triton_omni.supervisor.triton_features import (
+from triton_omni.supervisor.machine import (
     CLIENT_SHARED_MEMORY,
     HTTP_BODY_LIMIT,
+    ServerError,
+    TritonInstall,
     Version,
     errors_wait,
     guard_warning,
     server_version,
 )
+from triton_omni.supervisor.model_control import ModelControl, ModelControlError
+from triton_omni.supervisor.native import with_bounds, with_stall_guard
+from triton_omni.supervisor.options import ServerConfig
+from triton_omni.supervisor.probe import Probe, address, own_host
+from triton_omni.supervisor.readiness import Readiness, end_sessions
+from triton_omni.supervisor.restart import MODELS, RestartPolicy, StageRestarter
+from triton_omni.supervisor.served_repository import served_repository, temporary_folder, thinker_limits
+from triton_omni.supervisor.server_log import ServerLog
+from triton_omni.supervisor.start import memory_pool_bytes
 
 KILL_AFTER_S = 5.0
 END_WITHIN_S: Final = 3.0

@@ -28,10 +28,9 @@ from triton_omni.request.parse import OmniRequest, RawRequest, RequestDefaults, 
 from triton_omni.request.strict_json import compact_json
 from triton_omni.session.engine import Sampling, ThinkerEngine, ThinkerPlaced
 from triton_omni.session.wire import MediaTokens, Session
-from triton_omni.thinker.media_cache import MediaCache
 from triton_omni.thinker.preprocessed import Preprocessed, TakeTimeout
 from triton_omni.thinker.prompt import PromptRenderer, build_prompt, to_vllm_data
-from triton_omni.thinker.request_media import RequestMedia, Room
+from triton_omni.thinker.request_media import MediaCache, RequestMedia, Room
 
 DRAWN_SEED_BITS: Final = 53
 """Bits of a drawn seed: it is reported in JSON, whose readers hold larger integers as inexact doubles."""

@@ -3,25 +3,88 @@
 
 Pure: knows the tokenizer and decoded media, neither Triton nor a running engine. User text is tokenised as ordinary
 text, so no spelling of a special token becomes one.
+
+Tools, calls and their results are written as Qwen2.5's chat template writes them. Source: `chat_template` of
+Qwen/Qwen2.5-7B-Instruct's tokenizer_config.json; Qwen2.5-Omni's own has no tools.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
 
 from triton_omni.core.errors import BadRequest, InternalError
-from triton_omni.request.chat import MediaKind, Message, TextPart
+from triton_omni.request.chat import Call, MediaKind, Message, TextPart
 from triton_omni.request.media.timing import FRAME_FACTOR
 from triton_omni.request.media.types import Audio, Image, Medium, Video
 from triton_omni.request.parse import OmniRequest
-from triton_omni.request.tool_prompt import listed, merge_results
 from triton_omni.session.engine import ThinkerPrompt
+
+# --- tools in a prompt ------------------------------------------------------------------------------------------------
+
+
+_BEFORE: Final = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_AFTER: Final = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+
+
+def listed(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text after the system prompt: each tool, and how it is called; empty where there are none."""
+    return "".join((_BEFORE, *(f"\n{_as_jinja(tool)}" for tool in tools), _AFTER)) if tools else ""
+
+
+def merge_results(chat: Sequence[Message]) -> Iterator[Message]:
+    """The chat with results of tools as turns of the user, adjoining ones together, and calls as text."""
+    results: list[str] = []
+    for message in chat:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
+            continue
+        if results:
+            yield _of_the_user(results)
+            results = []
+        yield Message("assistant", (TextPart(_said(message)),)) if message.calls else message
+    if results:
+        yield _of_the_user(results)
+
+
+def _of_the_user(results: Sequence[str]) -> Message:
+    return Message("user", (TextPart("\n".join(results)),))
+
+
+def _said(message: Message) -> str:
+    text = _text(message)
+    return "\n".join(([text] if text else []) + [_called(call) for call in message.calls])
+
+
+def _called(call: Call) -> str:
+    written = call.arguments if isinstance(call.arguments, str) else _as_jinja(call.arguments)
+    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {written}}}\n</tool_call>'
+
+
+def _text(message: Message) -> str:
+    return "".join(part.text for part in message.parts if isinstance(part, TextPart))
+
+
+def _as_jinja(value: Mapping[str, Any]) -> str:
+    """JSON as HF's `tojson` writes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- the prompt -------------------------------------------------------------------------------------------------------
+
 
 DEFAULT_SYSTEM_PROMPT = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from triton_omni.core.errors import InternalError, OmniError
-from triton_omni.core.events import log_event
+from triton_omni.core.logs import log_event
 from triton_omni.core.metrics import POWERS, Histogram, LeakWatch, Metric
 from triton_omni.core.tracing import NO_SPAN, Span, Tracer
 from triton_omni.request.parse import RawRequest

@@ -17,14 +17,13 @@ from dataclasses import replace
 import torch
 
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, InternalError, OmniError, Overloaded, StageName
-from triton_omni.core.loop_clock import Doing
-from triton_omni.core.metrics import Metric
+from triton_omni.core.metrics import Doing, Metric
 from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
-from triton_omni.policy.pause import must_pause
+from triton_omni.policy.rules import must_pause
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of the DiT over blocks of mel frames: the plain masked form and the block-local fast one.
 
-Both have one signature, take the same ragged batch and agree within fp32 rounding; a setting chooses.
+Both have one signature, take the same ragged batch and agree within fp32 rounding; a setting chooses. Queries and keys
+have a rotary embedding (HF: `apply_rotary_pos_emb` of token2wav).
 """
 
 from __future__ import annotations
@@ -127,3 +128,26 @@ def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
     """Convert [W, heads, B x block, d] back to [N, block, heads, d]."""
     rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
     return rows.index_select(0, layout.dense.places)
+
+
+# --- rotary embedding -------------------------------------------------------------------------------------------------
+
+
+ROTARY_HEADS = 1
+"""Number of rotated heads, the first ones: a quirk of the training that the weights depend on."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosine and sine of the rotary angles, [N, block, 1, head_dim / 2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate_(projected: Tensor, rotary: Rotary) -> None:
+    """Rotate the first head of `projected` [N, block, heads, head_dim] in place, in interleaved pairs."""
+    heads = projected[:, :, :ROTARY_HEADS]
+    even, odd = heads[..., 0::2], heads[..., 1::2]
+    rotated = torch.stack([even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin], dim=-1)
+    heads.copy_(rotated.flatten(-2))

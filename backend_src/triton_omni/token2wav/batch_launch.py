@@ -1,28 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch of windows on the device: solved, vocoded, copied to the host.
+"""One batch of windows on the device: solved, gathered with kept mel frames, vocoded, copied to the host; and its time.
 
 A batch is launched one solver step at a time, so that a more urgent batch can run in between. Launching waits for
 nothing, and completion is polled. Independent of the choice of windows that share a batch.
+
+Mel frames of all streams, kept and new, are gathered by an index made on the host, one copy and two gathers, however
+many streams there are.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import record_event, to_host
-from triton_omni.token2wav.acceleration import Vocoder
-from triton_omni.token2wav.chunking import Chunk
-from triton_omni.token2wav.mel_gather import Due, Spliced, splice
+from triton_omni.core.gpu import record_event, to_host, upload
+from triton_omni.core.metrics import SECONDS, Histogram
+from triton_omni.token2wav.chunking import Chunk, Span
+from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.ode import Steps
-from triton_omni.token2wav.sampler import Sampler
+from triton_omni.token2wav.sampler import FlowOptions, Sampler
 from triton_omni.token2wav.streaming import Stream
+
+
+@dataclass(frozen=True)
+class Due:
+    """A chunk whose codes have arrived."""
+
+    stream: Stream
+    chunk: Chunk
+    deadline_ns: int
+    """See `Stream.deadline_ns`, before the chunk is launched."""
+    is_first: bool
+    """See `Stream.is_silent`, before the chunk is launched."""
+
+    @classmethod
+    def of(cls, stream: Stream, chunk: Chunk) -> Due:
+        """Return a stream's due chunk."""
+        return cls(stream, chunk, stream.deadline_ns, stream.is_silent)
+
+    @property
+    def frames(self) -> int:
+        """Mel frames of the window."""
+        return len(self.chunk.solved)
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the stream plays while it is made; False for a whole reply."""
+        return self.stream.page is not None
+
+    @property
+    def opened_ns(self) -> int:
+        """Monotonic time when the stream was opened, nanoseconds."""
+        return self.stream.opened_ns
+
+    @property
+    def due_since_ns(self) -> int:
+        """Monotonic time when the chunk's codes had arrived, nanoseconds."""
+        return self.stream.due_since_ns
+
+    @property
+    def flow(self) -> FlowOptions:
+        """Solver and its steps: windows of one batch have the same."""
+        return self.stream.request.flow
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """Mel frames of a batch's windows, arranged for vocoder and streams."""
+
+    batch: Sequence[Due]
+    frames: Tensor
+    """[sum of the chunks' vocoder frames, M], the chunks concatenated."""
+    broken: Tensor
+    """fp32 [W], how many mel frames of each window are not finite."""
+    tails: Sequence[Tensor]
+    """Tail that each stream keeps: views of one tensor, which is freed with the last of them (half a megabyte for
+    32).
+    """
+
+    def take_on(self, overlaps: Sequence[Tensor]) -> None:
+        """Advance the streams past their chunks, whose overlaps are `overlaps`; this allocates no device memory."""
+        for due, tail, overlap in zip(self.batch, self.tails, overlaps, strict=True):
+            due.stream.advance(due.chunk, tail, overlap)
+
+
+def splice(batch: Sequence[Due], mels: Sequence[Tensor]) -> Spliced:
+    """Gather the frames of a batch; its streams do not change until `take_on`.
+
+    Args:
+        batch: the chunks whose windows were solved.
+        mels: [T, M] of each window, fp32.
+    """
+    source = torch.cat([*(due.stream.tail for due in batch), *mels])
+    tails, lengths = [len(due.stream.tail) for due in batch], [len(mel) for mel in mels]
+    starts = np.cumsum([0, *tails, *lengths])
+    later = [due.stream.needed_later(due.chunk) for due in batch]
+    vocoded, kept = [], []
+    for number, (due, span) in enumerate(zip(batch, later, strict=True)):
+        behind_tail, mel = starts[number + 1], starts[len(batch) + number]
+        vocoded.append(_places(due.chunk.vocoder, due.chunk.solved.start, behind_tail, mel))
+        kept.append(_places(span, due.chunk.solved.start, behind_tail, mel))
+    windows = np.repeat(np.arange(len(batch)), lengths)
+    to_vocoder, to_tails, of_window = upload([np.concatenate(vocoded), np.concatenate(kept), windows], source.device)
+    parts = torch.split(source.index_select(0, to_tails), [len(span) for span in later])
+    broken = (~torch.isfinite(source[starts[len(batch)] :]).all(1)).float()
+    counts = torch.zeros(len(batch), device=source.device).index_add_(0, of_window, broken)
+    return Spliced(batch, source.index_select(0, to_vocoder), counts, parts)
+
+
+def _places(span: Span, first: int, behind_tail: int, mel: int) -> NDArray[np.int64]:
+    """Return the rows of the frames in `span`: frames before `first` are the tail's last, the others the window's."""
+    frames = np.arange(span.start, span.end) - first
+    return np.where(frames < 0, behind_tail + frames, mel + frames)
+
 
 FLAGS = 3
 """Numbers a window that follow the samples: how many mel frames are not finite, whether all samples are finite, and how
@@ -224,3 +324,48 @@ def vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterato
         for (start, stop), alike in itertools.groupby(together, _made):
             own, samples = torch.tensor_split(samples, [sum(1 for _ in alike)])
             yield own[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+Kind = Literal["first", "later", "final", "whole"]
+_NS_PER_S: Final = 1_000_000_000
+
+
+def kind_of(due: Due) -> Kind:
+    """Return the kind of a window: of a whole reply, or a stream's first, its final one, or another."""
+    if not due.is_streamed:
+        return "whole"
+    if due.chunk.final:
+        return "final"
+    return "first" if not due.chunk.index else "later"
+
+
+class WindowTimes:
+    """Counts windows and seconds. A batch gets the time since the one before, or since there was work, so that the
+    seconds add up to those with work. Its windows share them by their frames.
+
+    Args:
+        now_ns: monotonic time, nanoseconds.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns, self._since_ns = now_ns, 0
+        self.of_kind: dict[str, Histogram] = {kind: Histogram(SECONDS) for kind in get_args(Kind)}
+        """Seconds of windows."""
+
+    def begin(self) -> None:
+        """A batch is launched."""
+        self._since_ns = self._since_ns or self._now_ns()
+
+    def rest(self) -> None:
+        """No batch is under way any more."""
+        self._since_ns = 0
+
+    def end(self, batch: Sequence[Due]) -> None:
+        """The oldest batch has finished; others may be under way."""
+        before_ns, self._since_ns = self._since_ns, self._now_ns()
+        seconds, frames = (self._since_ns - before_ns) / _NS_PER_S, sum(due.frames for due in batch)
+        for due in batch:
+            self.of_kind[kind_of(due)].observe(seconds * due.frames / frames)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import to_device, upload
+from triton_omni.core.gpu import to_device, upload
 
 LAYOUTS_KEPT = 128
 """Number of recent layouts that are cached; with angles each takes at most half a megabyte where batches are

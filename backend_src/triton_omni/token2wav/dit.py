@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triton_omni.checkpoint.facts import DitConfig
-from triton_omni.token2wav.attention import Attention, Before
+from triton_omni.token2wav.attention import Attention, Before, Rotary, rotate_
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ecapa import Ecapa
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.rotary import Rotary, rotate_
 from triton_omni.token2wav.window_cache import LayerKVCache, WindowCachePool, WindowKVCache
 
 NORM_EPS = 1e-6

@@ -21,19 +21,23 @@ from torch import Tensor
 
 from triton_omni.checkpoint.facts import SAMPLE_RATE
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
-from triton_omni.core.loop_clock import SpentOn
+from triton_omni.core.metrics import SpentOn
 from triton_omni.core.settings import DiffusionSettings, Token2WavSettings, describe_validation
-from triton_omni.policy.windows import Snapshot, next_batch, wants_claim
+from triton_omni.policy.rules import Snapshot, next_batch, wants_claim
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
-from triton_omni.token2wav.acceleration import accelerate
-from triton_omni.token2wav.batch_launch import BatchLaunch, FinishedWindow, InFlightBatch, launch_batch
+from triton_omni.token2wav.batch_launch import (
+    BatchLaunch,
+    Due,
+    FinishedWindow,
+    InFlightBatch,
+    WindowTimes,
+    launch_batch,
+)
 from triton_omni.token2wav.chunking import offline_plan, streaming_plan
-from triton_omni.token2wav.mel_gather import Due
-from triton_omni.token2wav.networks import load_networks
+from triton_omni.token2wav.networks import accelerate, load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
-from triton_omni.token2wav.window_times import WindowTimes
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triton_omni.token2wav.attention import ROTARY_HEADS, Rotary
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
 from triton_omni.token2wav.batching import BlockLayout, Neighbours
 from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
 from triton_omni.token2wav.kernels import residual_norm
 from triton_omni.token2wav.layer_kernels import LIBRARY, Tiling, fit, product, tilings_for
 from triton_omni.token2wav.ode import Velocity
-from triton_omni.token2wav.rotary import ROTARY_HEADS, Rotary
 from triton_omni.token2wav.window_cache import WindowKVCache
 
 

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import fill, to_device
+from triton_omni.core.gpu import fill, to_device
+from triton_omni.token2wav.attention import Rotary
 from triton_omni.token2wav.batching import LAYOUTS_KEPT, Neighbours, block_layout
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver, Steps
-from triton_omni.token2wav.rotary import Rotary
 from triton_omni.token2wav.sampler import Flow, StepwiseSolver
 from triton_omni.token2wav.solver_kernels import advance
 from triton_omni.token2wav.window_cache import NONE, WindowCachePool, WindowKVCache, evaluation_numbers

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_omni.core.gpu import to_device
 from triton_omni.core.kernel_launch import early_launch, let_next_begin, padded_rows, wait_for_inputs
-from triton_omni.core.streams import to_device
 from triton_omni.token2wav.noise import counters
 
 

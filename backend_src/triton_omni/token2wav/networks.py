@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the networks of this stage, loads their weights strictly and encodes every voice once."""
+"""Builds the networks of this stage, loads their weights strictly, encodes every voice once, and chooses their form.
+
+There is a plain form in float32 and a fused one in half precision, with CUDA graphs. Only this module imports both. The
+fused form's modules are imported only if needed: they need the Triton language, which a machine without a GPU may lack.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from triton_omni.checkpoint.config import CheckpointError, load_config
 from triton_omni.checkpoint.facts import DitConfig, FlowConfig
 from triton_omni.checkpoint.speakers import Speaker, load_speakers
 from triton_omni.checkpoint.weights import load_module
-from triton_omni.core.precision import use_full_float32, use_ordered_sums
-from triton_omni.core.settings import SettingsError, Token2WavSettings
+from triton_omni.core.gpu import use_full_float32, use_ordered_sums
+from triton_omni.core.settings import Dtype, SettingsError, Token2WavSettings
 from triton_omni.token2wav.attention import ATTENTION
 from triton_omni.token2wav.bigvgan import BigVGAN
+from triton_omni.token2wav.chunking import streaming_plan
 from triton_omni.token2wav.dit import DiT, Voice
+from triton_omni.token2wav.sampler import FlowOptions, FlowSolver, Sampler, StepwiseSolver
+from triton_omni.token2wav.window_cache import WindowCachePool
 
 DIT_PREFIX = "token2wav.code2wav_dit_model."
 VOCODER_PREFIX = "token2wav.code2wav_bigvgan_model."
@@ -84,3 +93,97 @@ def _check_reference(speaker: Speaker, min_frames: int) -> None:
 
 def _without_derived(name: str) -> str | None:
     return None if name.endswith(_DERIVED) else name
+
+
+# --- fast forms -------------------------------------------------------------------------------------------------------
+
+
+GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
+"""Numbers of blocks in one half of guidance for which a solver step is recorded. A long window of the plan `balanced`
+has seven blocks, a first one two, and one of `low_latency` has one. Sizes beyond 72 are for whole replies of up to 48
+s; without a graph the host's kernel launches limit these.
+
+A product's tiles fill the multiprocessors unevenly. On an H200 a step of 50 blocks takes less time than one of 48 (8.4
+and 8.9 ms). 64 blocks take hardly more than 60 (10.6 and 10.3), but 68 as much as 72 (12.2)."""
+
+LARGEST_VOCODER_BATCH = 8
+"""Maximum number of chunks in one recorded pass of the vocoder; more take proportionally longer to run and to
+record.
+"""
+
+
+class Vocoder(Protocol):
+    """Mel frames to a waveform: the plain BigVGAN, or a fused form of it."""
+
+    samples_per_frame: int
+
+    def __call__(self, mel: Tensor) -> Tensor:
+        """See `BigVGAN.forward`."""
+
+
+def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.device) -> tuple[Sampler, Vocoder]:
+    """Return the forms that `settings.dtype` and `settings.cuda_graphs` choose.
+
+    Raises:
+        SettingsError: half precision without a GPU.
+    """
+    dtype, dit = resolve_dtype(settings.dtype, device), networks.dit
+    if dtype is torch.float32:
+        return Sampler(dit, device, past=past_pool(dit, settings, dtype)), networks.vocoder
+    from triton_omni.token2wav.fused_dit import FusedDiT
+    from triton_omni.token2wav.fused_vocoder import FusedVocoder
+    from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
+    from triton_omni.token2wav.kernels import fused_standard_normal
+    from triton_omni.token2wav.solver_kernels import fused_condition
+
+    solver: FlowSolver
+    vocoder: Vocoder
+    with torch.inference_mode():
+        fused, vocoder = FusedDiT(dit, dtype), FusedVocoder(networks.vocoder, dtype)
+        dit.free_products()  # 0.7 GB at the published sizes, copied by now
+        past = past_pool(dit, settings, dtype)
+        if settings.cuda_graphs:
+            pool, flows = GraphPool(), [FlowOptions.of(settings.diffusion_of(name, {})) for name in settings.presets]
+            kinds = sorted({(flow.solver, flow.guided) for flow in flows})
+            solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
+            shapes = vocoder_shapes(settings, networks)
+            vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
+            # The warm-up calls used memory outside the graphs' pool: release it.
+            torch.cuda.empty_cache()
+        else:
+            solver = StepwiseSolver(fused)
+    sampler = Sampler(dit, device, solver, noise=fused_standard_normal, lay_condition=fused_condition, past=past)
+    return sampler, vocoder
+
+
+def past_pool(dit: DiT, settings: Token2WavSettings, dtype: torch.dtype) -> WindowCachePool:
+    """Allocate window caches for `max_streams` streams that use the default preset."""
+    return dit.past_pool(settings.max_streams * FlowOptions.of(settings.diffusion_of(None, {})).pages, dtype)
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """Resolve the dtype by its name.
+
+    Raises:
+        SettingsError: half precision without a GPU.
+    """
+    if dtype == "auto":
+        dtype = "float16" if device.type == "cuda" else "float32"
+    if dtype != "float32" and device.type != "cuda":
+        raise SettingsError(f"dtype: {dtype} needs a GPU, the device is {device.type}; use float32")
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
+
+
+def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tuple[int, int]]:
+    """Return (batch, frames) of the regular chunks of the plan that streams use. Batches are powers of two, of which
+    any batch is composed, up to `LARGEST_VOCODER_BATCH` and to the chunks that are solved together.
+    """
+    config, chosen = networks.dit.config, settings.plans[settings.plan]
+    plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
+    shapes = set()
+    for chunk in plan.regular_chunks():
+        most = min(settings.most_together, max(1, settings.max_batch_frames // len(chunk.solved)))
+        powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
+        shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
+    return sorted(shapes)

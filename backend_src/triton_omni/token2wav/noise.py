@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_omni.core.streams import to_device
+from triton_omni.core.gpu import to_device
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

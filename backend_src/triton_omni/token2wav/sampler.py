@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_omni.core.gpu import to_device
 from triton_omni.core.settings import DiffusionSettings
-from triton_omni.core.streams import to_device
 from triton_omni.token2wav.batching import LAYOUTS_KEPT, BlockLayout, block_layout
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.noise import standard_normal

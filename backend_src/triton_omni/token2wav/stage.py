@@ -17,14 +17,13 @@ import torch
 
 from triton_omni.core.errors import InternalError, OmniError
 from triton_omni.core.metrics import POWERS, SECONDS, Histogram, Metric
-from triton_omni.core.pcm import to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
 from triton_omni.link.ring import Ring
 from triton_omni.link.sessions import Arrival, LinkSessions
-from triton_omni.policy.claim import Claim
-from triton_omni.session.answer import Answer
+from triton_omni.policy.rules import Claim
+from triton_omni.session.answer import Answer, to_base64, to_pcm16, wav_header, whole_groups
 from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger

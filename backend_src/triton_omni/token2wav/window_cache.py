@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.checkpoint.facts import DitConfig
+from triton_omni.core.gpu import upload
 from triton_omni.core.spans import FirstFit
-from triton_omni.core.streams import upload
+from triton_omni.token2wav.attention import Rotary
 from triton_omni.token2wav.batching import BlockLayout
 from triton_omni.token2wav.ode import GRIDS_KEPT
-from triton_omni.token2wav.rotary import Rotary
 
 NONE = -1
 """Stands for no page."""

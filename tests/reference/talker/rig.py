@@ -132,7 +132,7 @@ def schedule_ahead_on_the_cpu(monkeypatch):
     vLLM switches that off on the CPU, where nothing runs beside the host; its logic is the same.
     """
     from triton_omni.vllm_hooks.shared.compat import EngineArgs
-    from triton_omni.vllm_hooks.talker.prefix_cache import scheduler_name
+    from triton_omni.vllm_hooks.talker.schedulers import scheduler_name
 
     create = EngineArgs.create_engine_config
 

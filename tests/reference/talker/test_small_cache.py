@@ -43,8 +43,8 @@ def test_a_sequence_that_is_computed_again_speaks_the_same_codes(tiny_checkpoint
 def test_who_finds_no_cache_block_is_tried_now_and_then_while_the_others_wait_for_rows(
     tiny_checkpoint, talker, voices, monkeypatch, ahead
 ):
-    from triton_omni.vllm_hooks.talker import waiting
-    from triton_omni.vllm_hooks.talker.waiting import STARVED_S
+    from triton_omni.vllm_hooks.talker import schedulers
+    from triton_omni.vllm_hooks.talker.schedulers import STARVED_S
 
     # Beside the rows of the one that waits, 192 tokens of the other find a place.
     small = make_engine(tiny_checkpoint, ahead=ahead, max_model_len=256, kv_cache_tokens=256)
@@ -64,7 +64,7 @@ def test_who_finds_no_cache_block_is_tried_now_and_then_while_the_others_wait_fo
     now = itertools.count(time.monotonic(), STARVED_S / TURNS)
     with monkeypatch.context() as patch:
         for moment in itertools.islice(now, TIMES * TURNS):
-            patch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda moment=moment: moment))
+            patch.setattr(schedulers, "time", SimpleNamespace(monotonic=lambda moment=moment: moment))
             if small.has_work():
                 spoken.step(small)
     assert TIMES / 2 < schedule.call_count <= TIMES + 1

@@ -259,7 +259,7 @@ def test_rows_that_come_one_by_one_after_a_hit_give_the_same_codes(engine, talke
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_a_step_that_finds_nobody_waiting_holds_nobody_up(engine, talker, voices, monkeypatch, together):
     """Pins leave fewer blocks than that step had seen; those who come after it do not lack any."""
-    monkeypatch.setattr("triton_omni.vllm_hooks.talker.waiting.STARVED_S", 3600.0)
+    monkeypatch.setattr("triton_omni.vllm_hooks.talker.schedulers.STARVED_S", 3600.0)
     cases = {f"s{number}": talker.case(10 + number, 40 + 20 * number, 12, voices[0]) for number in range(together)}
     for case in cases.values():
         take_turn(engine, case)

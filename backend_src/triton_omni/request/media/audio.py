@@ -26,10 +26,8 @@ from numpy.typing import NDArray
 
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
-from triton_omni.request.media import ogg
-from triton_omni.request.media.damage import DamageCount
-from triton_omni.request.media.opening import open_file
-from triton_omni.request.media.sniffing import FileType, after_tags, sniff
+from triton_omni.request.media.damage import DamageCount, last_ogg_position, ogg_links
+from triton_omni.request.media.files import FileType, after_tags, open_file, sniff
 from triton_omni.request.media.types import SAMPLE_RATE, Audio
 
 MAX_CHANNELS = 8
@@ -126,7 +124,7 @@ def _resample(wave: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
 
 def _blocks_of_file(data: bytes, kind: FileType, limits: RequestLimits) -> Iterator[Block]:
     damage = DamageCount(kind, limits.max_audio_seconds)
-    for piece in ogg.links(data) if kind == "ogg" else [data[after_tags(data) :]]:
+    for piece in ogg_links(data) if kind == "ogg" else [data[after_tags(data) :]]:
         damage.start_piece(piece)
         try:
             with _open(piece, kind, limits) as source:
@@ -153,7 +151,7 @@ def _vorbis_trim(source: InputContainer, data: bytes) -> Callable[[Iterable[Bloc
     if stream.name != "vorbis" or len(source.streams) > 1:
         return iter
     stream.codec_context.flags2 |= Flags2.skip_manual
-    samples = ogg.last_position(data)
+    samples = last_ogg_position(data)
     return lambda blocks: _first(itertools.islice(blocks, 1, None), samples)
 
 

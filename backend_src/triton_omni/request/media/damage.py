@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost, and what never ends."""
+"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost, and what never ends.
+
+It reads the pages of an Ogg file (RFC 3533): where its links begin, where a page ends, how many samples there are.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from av.audio.frame import AudioFrame
@@ -11,8 +16,7 @@ from av.audio.stream import AudioStream
 from av.packet import Packet
 
 from triton_omni.core.errors import BadRequest, TooLarge
-from triton_omni.request.media import ogg
-from triton_omni.request.media.sniffing import FileType
+from triton_omni.request.media.files import FileType
 
 MOST_LOST = 0.5
 MAX_PACKETS_PER_SECOND = 1000
@@ -72,7 +76,7 @@ class DamageCount:
             return
         if self.kind in _DENSE:
             self._skip_to(packet.pos)
-        self._end = ogg.page_end(self.piece, packet.pos) if self.kind == "ogg" else packet.pos + packet.size
+        self._end = ogg_page_end(self.piece, packet.pos) if self.kind == "ogg" else packet.pos + packet.size
 
     def count_frame(self, frame: AudioFrame) -> None:
         """Count a frame, and the time that lacks before it."""
@@ -104,3 +108,47 @@ class DamageCount:
     def _skip_to(self, place: int) -> None:
         if self._end is not None and not self.piece.startswith(_TAGS, self._end):
             self.lost_bytes += max(0, place - self._end)
+
+
+# --- pages of an Ogg file ---------------------------------------------------------------------------------------------
+
+
+MOST_LINKS = 2000
+"""Each is opened like a file of its own, in half a millisecond."""
+_FIRST_PAGE = re.compile(rb"OggS\x00[\x02\x03\x06\x07]")
+"""First page of a stream, by flag 2."""
+_HEADER = 27
+_POSITION = 6
+
+
+def ogg_links(data: bytes) -> Iterator[bytes]:
+    """The pieces of a chained file, each of which is one by itself: they may differ in codec and rate.
+
+    A piece begins with the first pages of its streams, one after another.
+
+    Raises:
+        BadRequest: over `MOST_LINKS`.
+    """
+    start, follows, count = 0, 0, 1
+    for found in _FIRST_PAGE.finditer(data):
+        place = found.start()
+        if place not in (start, follows):
+            yield data[start:place]
+            start, count = place, count + 1
+            if count > MOST_LINKS:
+                raise BadRequest(f"over {MOST_LINKS} streams are joined in it, which is the limit; encode it anew")
+        follows = ogg_page_end(data, place)
+    yield data[start:]
+
+
+def ogg_page_end(data: bytes, place: int) -> int:
+    """Where the page that begins at `place` ends."""
+    segments = data[place + _HEADER - 1] if place + _HEADER <= len(data) else 0
+    table = data[place + _HEADER : place + _HEADER + segments]
+    return place + _HEADER + len(table) + sum(table)
+
+
+def last_ogg_position(data: bytes) -> int:
+    """Samples of a stream that is alone in its file, by its last page."""
+    place = data.rfind(b"OggS") + _POSITION
+    return int.from_bytes(data[place : place + 8], "little")

@@ -10,8 +10,8 @@ from triton_omni.core.errors import BadRequest, OmniError
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
 from triton_omni.request.media.audio import decode_audio
+from triton_omni.request.media.files import KINDS_OF, sniff
 from triton_omni.request.media.image import decode_image
-from triton_omni.request.media.sniffing import KINDS_OF, sniff
 from triton_omni.request.media.types import Medium, VisionSizes
 from triton_omni.request.media.video import Container, decode_video
 

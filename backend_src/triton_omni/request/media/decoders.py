@@ -16,6 +16,7 @@ from triton_omni.core.errors import BadRequest, InternalError, OmniError, TooLar
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
 from triton_omni.request.media import decode
+from triton_omni.request.media.files import header_seconds
 from triton_omni.request.media.killable import (
     ForkServer,
     IsWanted,
@@ -26,7 +27,6 @@ from triton_omni.request.media.killable import (
     OutOfTime,
     Unwanted,
 )
-from triton_omni.request.media.opening import header_seconds
 from triton_omni.request.media.types import Medium, VisionSizes
 
 

@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from triton_omni.core.errors import OmniError
-from triton_omni.request.media.killable import NUMBER, OutOfMemory
-from triton_omni.request.media.object_pipe import receive_object, send_object
+from triton_omni.request.media.killable import NUMBER, OutOfMemory, receive_object, send_object
 
 
 def main(module: str, descriptor: int) -> None:

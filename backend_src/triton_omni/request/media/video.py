@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media.audio import decode_track
-from triton_omni.request.media.opening import open_file
+from triton_omni.request.media.files import open_file
 from triton_omni.request.media.timing import STILL_SECONDS, Timeline, median_gap
 from triton_omni.request.media.types import Audio, PixelRange, Video, VisionSizes, smart_resize
 from triton_omni.request.media.video_tables import check_mp4, check_webm

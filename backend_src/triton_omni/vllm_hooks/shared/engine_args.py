@@ -19,8 +19,8 @@ from triton_omni.checkpoint.facts import DecoderConfig
 from triton_omni.core.settings import Dtype, EngineSettings, SettingsError
 from triton_omni.vllm_hooks.shared.compat import CompilationMode, EngineArgs, VllmConfig, current_platform
 from triton_omni.vllm_hooks.shared.fused_decode import FUSED_DECODE
+from triton_omni.vllm_hooks.shared.graphs import vision_graphs
 from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
-from triton_omni.vllm_hooks.shared.vision_graphs import vision_graphs
 
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
@@ -208,7 +208,7 @@ def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
 def _execution(settings: EngineSettings, on_gpu: bool, tensor_parallel_size: int) -> dict[str, Any]:
     """Graphs of whole steps, of kernels as they are or of what torch.compile makes of them.
 
-    `prefill_graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
+    `graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
     """
     if not on_gpu or settings.enforce_eager:
         return {"enforce_eager": True}

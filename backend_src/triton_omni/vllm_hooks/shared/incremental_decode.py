@@ -4,10 +4,15 @@
 vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs. While
 the same sequences decode, only their lengths change, by one. The scheduler says when that is so
 (`vllm_hooks/shared/incremental_schedule.py`). This module knows vLLM's buffers, neither thinker nor talker.
+
+Every step of both engines launches vLLM's kernel for the tokens' slots in the key-value cache. vLLM matches what its
+block tables give with the kernel's names at every launch, by Python's inspection of signatures; here they are matched
+once.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -17,8 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import record_event
+from triton_omni.core.gpu import record_event
 from triton_omni.vllm_hooks.shared.compat import (
+    PAD_SLOT_ID,
+    SLOT_MAPPING_KERNEL,
+    BlockTable,
     CachedRequestState,
     CommonAttentionMetadata,
     CUDAGraphMode,
@@ -26,12 +34,12 @@ from triton_omni.vllm_hooks.shared.compat import (
     GPUModelRunner,
     IntermediateTensors,
     ModelRunnerOutput,
+    MultiGroupBlockTable,
     Request,
     SchedulerOutput,
     VllmConfig,
     override_forward_context,
 )
-from triton_omni.vllm_hooks.shared.slot_mapping import launch_directly
 
 if TYPE_CHECKING:
     from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds
@@ -39,6 +47,41 @@ if TYPE_CHECKING:
     _Runner = GPUModelRunner
 else:
     _Runner = object
+
+# --- slots of the cache -----------------------------------------------------------------------------------------------
+
+
+def launch_directly(tables: MultiGroupBlockTable) -> None:
+    """Have these tables, which are to stay, launch the kernel by themselves."""
+    for table in tables.block_tables:
+        table.compute_slot_mapping = functools.partial(_launch, _fixed_arguments(table))  # type: ignore[method-assign]
+
+
+def _fixed_arguments(table: BlockTable) -> dict[str, Any]:
+    """Arguments of one table that all launches share."""
+    blocks = table.block_table.gpu
+    return {
+        "max_num_tokens": table.max_num_batched_tokens,
+        "block_table_ptr": blocks,
+        "block_table_stride": blocks.stride(0),
+        "slot_mapping_ptr": table.slot_mapping.gpu,
+        "KV_CACHE_BLOCK_SIZE": table.block_size,
+        "TOTAL_CP_WORLD_SIZE": table.dcp_world_size,
+        "TOTAL_CP_RANK": table.dcp_rank,
+        "CP_KV_CACHE_INTERLEAVE_SIZE": table.cp_kv_cache_interleave_size,
+        "PAD_ID": PAD_SLOT_ID,
+        "BLOCK_SIZE": SLOT_MAPPING_KERNEL.triton_block_size,
+    }
+
+
+def _launch(fixed: dict[str, Any], num_reqs: int, query_start_loc: Tensor, positions: Tensor) -> None:
+    # One program a sequence, and one for the padding.
+    SLOT_MAPPING_KERNEL.kernel[(num_reqs + 1,)](
+        num_tokens=positions.shape[0], query_start_loc_ptr=query_start_loc, positions_ptr=positions, **fixed
+    )
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker for CPU and GPU that builds the model runner of its stage instead of vLLM's.
+"""One worker for CPU and GPU that builds the model runner of its stage instead of vLLM's; and its process groups.
 
 It knows which of vLLM's workers and runners this platform has, and nothing of what the runners add.
+
+vLLM makes a dozen process groups for any number of processes. gloo gives each a thread that wakes up a hundred times a
+second: a twentieth of a core for two idle stages. gloo also gives each a port, which any local user may connect to. It
+ends the process once so many are connected that no file can be opened. So an engine that is one process gets groups
+that talk to nobody.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,3 +72,40 @@ class StageWorker(_PlatformWorker):
         super().init_device()
         if not isinstance(self.model_runner, self.runner_class):
             self.model_runner = self._make_model_runner()
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+_GLOO, _SILENT = "gloo", "fake"
+"""torch's names of backends. The second gives what it is given, which is right in a group of one."""
+
+
+@contextmanager
+def lone_groups(processes: int) -> Iterator[None]:
+    """Has no group that is made within communicate, if there is one process alone."""
+    if processes > 1:
+        yield
+        return
+    # It registers itself.
+    import torch.testing._internal.distributed.fake_pg
+
+    new_group, begin = torch.distributed.new_group, torch.distributed.init_process_group
+
+    def new_lone_group(ranks: Any = None, *, backend: Any = None, **options: Any) -> Any:
+        return new_group(ranks, backend=_silent(backend), **options)
+
+    def begin_alone(backend: Any = None, *arguments: Any, **options: Any) -> None:
+        begin(_silent(backend), *arguments, **options)
+
+    torch.distributed.new_group = new_lone_group  # type: ignore[assignment]
+    torch.distributed.init_process_group = begin_alone
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = new_group
+        torch.distributed.init_process_group = begin
+
+
+def _silent(backend: Any) -> Any:
+    return _SILENT if backend == _GLOO else backend

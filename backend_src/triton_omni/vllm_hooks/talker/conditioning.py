@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assigns a hidden row and a codec id to each position of a talker sequence.
 
-Pure integer arithmetic over positions; it knows no tensor of rows, no engine and no session.
+Integer arithmetic over positions; it knows no engine and no session. Three rows of the thinker's text embedding
+(text_bos of a speaker, text_eos, text_pad) are read without loading the table.
 Follows the talker part of HF's `Qwen2_5OmniForConditionalGeneration.generate`:
 
     position   0 .. P-1        P           P+1           P+2 ..                  M         M+1 ..
@@ -15,9 +16,17 @@ embedding of codec_mask counts as zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from triton_omni.checkpoint.reading import CheckpointError
+from triton_omni.checkpoint.weights import weight_map
+from triton_omni.core.errors import InternalError
 
 Indices = NDArray[np.int64]
 
@@ -82,3 +91,48 @@ def split_at_text_bos(prompt_rows: int, fed_rows: int, count: int) -> tuple[slic
     """
     cut = min(max(prompt_rows - fed_rows, 0), count)
     return slice(0, cut), slice(cut, count), fed_rows, max(fed_rows, prompt_rows) + 1
+
+
+# --- text rows --------------------------------------------------------------------------------------------------------
+
+
+_TABLE = "thinker.model.embed_tokens.weight"
+
+
+class TextRows:
+    """Rows of the thinker's embedding table by text id, kept once read.
+
+    Args:
+        checkpoint: folder of the whole checkpoint.
+        dtype, device: of the rows given.
+
+    Raises:
+        CheckpointError: the checkpoint has no such table.
+    """
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
+        shard = weight_map(checkpoint).get(_TABLE)
+        if shard is None:
+            raise CheckpointError(f"{checkpoint}: {_TABLE} is missing, the talker needs its text embeddings")
+        self._file = checkpoint / shard
+        self._dtype, self._device = dtype, device
+        self._rows: dict[int, Tensor] = {}
+
+    def __getitem__(self, text_id: int) -> Tensor:
+        """Embedding [H] of one text id.
+
+        Raises:
+            InternalError: the table has no such row.
+        """
+        if text_id not in self._rows:
+            self._rows[text_id] = self._read(text_id).to(device=self._device, dtype=self._dtype)
+        return self._rows[text_id]
+
+    def _read(self, text_id: int) -> Tensor:
+        with safe_open(self._file, framework="pt") as file:
+            table = file.get_slice(_TABLE)
+            size = table.get_shape()[0]
+            if not 0 <= text_id < size:
+                raise InternalError(f"text id {text_id} is outside the thinker's {size} embeddings", stage="talker")
+            row: Tensor = table[text_id : text_id + 1]
+            return row[0]

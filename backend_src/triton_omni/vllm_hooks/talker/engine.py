@@ -31,15 +31,14 @@ from triton_omni.vllm_hooks.shared.engine_args import (
     resolve_dtype,
     schedules_ahead,
 )
-from triton_omni.vllm_hooks.shared.incremental_engine import core_step
-from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
+from triton_omni.vllm_hooks.shared.incremental_schedule import core_step
+from triton_omni.vllm_hooks.shared.platform import lone_groups
 from triton_omni.vllm_hooks.shared.sampling import drawing
-from triton_omni.vllm_hooks.shared.text_rows import TextRows
-from triton_omni.vllm_hooks.talker.conditioning import prompt_ids, prompt_length
+from triton_omni.vllm_hooks.talker.conditioning import TextRows, prompt_ids, prompt_length
 from triton_omni.vllm_hooks.talker.network import register_talker, talker_config
-from triton_omni.vllm_hooks.talker.prefix_cache import HeldPrefix, HeldPrefixMixin, scheduler_name
 from triton_omni.vllm_hooks.talker.rows import Sequence, TalkerRows
 from triton_omni.vllm_hooks.talker.runner import ROWS, SESSIONS
+from triton_omni.vllm_hooks.talker.schedulers import HeldPrefix, HeldPrefixMixin, scheduler_name
 from triton_omni.vllm_hooks.talker.step import codec_ids
 
 _WORKER: Final = "triton_omni.vllm_hooks.talker.runner.TalkerWorker"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from triton_omni.core.errors import InternalError, Overloaded
+from triton_omni.core.gpu import record_event
 from triton_omni.core.spans import FirstFit
-from triton_omni.core.streams import record_event
 from triton_omni.session.engine import TalkerPrompt
 from triton_omni.vllm_hooks.talker.conditioning import Indices, can_speak, pool_rows, split_at_text_bos, stored_rows
 

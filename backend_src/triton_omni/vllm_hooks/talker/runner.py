@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's V1 model runner for the talker: it names the rows that a step reads, and draws stay on the device.
 
-One mixin for CPU and GPU. `step.py` computes a step; the scheduler (`waiting.py`) decides when a sequence may run.
+One mixin for CPU and GPU. `step.py` computes a step; the scheduler (`schedulers.py`) decides when a sequence may run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import record_event
+from triton_omni.core.gpu import record_event
 from triton_omni.vllm_hooks.shared.compat import (
     BatchDescriptor,
     CachedRequestState,
@@ -25,10 +25,10 @@ from triton_omni.vllm_hooks.shared.compat import (
     VllmConfig,
 )
 from triton_omni.vllm_hooks.shared.fused_decode import FusedDecodeMixin
+from triton_omni.vllm_hooks.shared.graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, IncrementalStep, Layout
 from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
-from triton_omni.vllm_hooks.shared.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.shared.released_blocks import ReleasedBlocksMixin
+from triton_omni.vllm_hooks.shared.schedulers import ReleasedBlocksMixin
 from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.network import TalkerForCausalLM
 from triton_omni.vllm_hooks.talker.rows import SampledStep, Sequence

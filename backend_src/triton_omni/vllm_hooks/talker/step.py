@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
-from triton_omni.vllm_hooks.shared.text_rows import TextRows
 from triton_omni.vllm_hooks.talker.columns import Column
-from triton_omni.vllm_hooks.talker.conditioning import CodecIds, prompt_ids
+from triton_omni.vllm_hooks.talker.conditioning import CodecIds, TextRows, prompt_ids
 from triton_omni.vllm_hooks.talker.draw import Setting, SlotDraws
 from triton_omni.vllm_hooks.talker.rows import TalkerRows
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_omni.core.streams import to_device
+from triton_omni.core.gpu import to_device
 from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, Layout
 from triton_omni.vllm_hooks.shared.sampling import CounterNoiseMixin

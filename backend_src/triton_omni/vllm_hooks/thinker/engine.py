@@ -40,21 +40,19 @@ from triton_omni.vllm_hooks.shared.engine_args import (
     resolve_dtype,
     schedules_ahead,
 )
-from triton_omni.vllm_hooks.shared.incremental_engine import core_step
-from triton_omni.vllm_hooks.shared.lone_groups import lone_groups
-from triton_omni.vllm_hooks.shared.prefix_cache import PrefixCacheMixin
+from triton_omni.vllm_hooks.shared.incremental_schedule import core_step
+from triton_omni.vllm_hooks.shared.platform import lone_groups
 from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
+from triton_omni.vllm_hooks.shared.schedulers import PrefixCacheMixin
 from triton_omni.vllm_hooks.thinker import networks, prompt_media
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
-from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
-from triton_omni.vllm_hooks.thinker.prefix_keys import prefix_keys, salted
-from triton_omni.vllm_hooks.thinker.row_release import Piece, RowRelease
-from triton_omni.vllm_hooks.thinker.sampling import end_ids, to_parameters
-from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, stop_string_of
+from triton_omni.vllm_hooks.thinker.prefix_cache import prefix_keys, salted, scheduler_name
+from triton_omni.vllm_hooks.thinker.rows import Piece, RowRelease
+from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, end_ids, stop_string_of, to_parameters
 
 _WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
-_MEDIA_CACHE = "triton_omni.vllm_hooks.shared.media_schedule.MediaCache"
+_MEDIA_CACHE = "triton_omni.vllm_hooks.shared.schedulers.MediaCache"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 

@@ -2,7 +2,7 @@
 """Hidden rows out of vLLM's V1 model runner: input embedding plus last hidden state of scheduled positions.
 
 One gather a step for the whole batch; nothing is copied per request and nothing waits for the device.
-It knows positions and request ids; which rows may be given when is in `row_release.py`.
+It knows positions and request ids; which rows may be given when is in `rows.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.core.streams import record_event, to_device, to_host
+from triton_omni.core.gpu import record_event, to_device, to_host
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

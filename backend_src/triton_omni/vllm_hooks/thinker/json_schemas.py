@@ -23,9 +23,8 @@ from triton_omni.vllm_hooks.shared.compat import (
     StructuredOutputOptions,
     VllmConfig,
 )
-from triton_omni.vllm_hooks.thinker.schema_trial import Verdict
-from triton_omni.vllm_hooks.thinker.schema_verdicts import SchemaVerdicts
-from triton_omni.vllm_hooks.thinker.tool_grammar import held_schema, tool_grammar
+from triton_omni.vllm_hooks.thinker.schema_trial import SchemaVerdicts, Verdict
+from triton_omni.vllm_hooks.thinker.tools import held_schema, tool_grammar
 
 GRAMMAR_BACKEND: Final = "guidance"
 """Name of the backend for `EngineArgs.structured_outputs_config`."""

@@ -27,9 +27,9 @@ from triton_omni.vllm_hooks.shared.compat import (
     gpu_sync_allowed,
     merge_interleaved_embeddings,
 )
+from triton_omni.vllm_hooks.shared.graphs import VisionGraphs
 from triton_omni.vllm_hooks.shared.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.shared.platform import UnsupportedEngineError
-from triton_omni.vllm_hooks.shared.vision_graphs import VisionGraphs
 from triton_omni.vllm_hooks.thinker.media_processor import MediaProcessor, ProcessingInfo
 from triton_omni.vllm_hooks.thinker.prompt_media import Placed, TimeScale, prompt_positions
 

@@ -2,19 +2,24 @@
 """Tries JSON schemas in a process of their own: some end llguidance's process, and others take it minutes.
 
 The process is given seconds of CPU time and bytes of memory. Its verdict on a schema holds for the thinker's process,
-which compiles the same schema with less of both.
+which compiles the same schema with less of both. Verdicts are kept, and tell no caller what another one's schemas were.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from cachetools import LRUCache
 
 CPU_SECONDS: Final = 2
 MEMORY_BYTES: Final = 512 << 20
@@ -154,3 +159,41 @@ def _in_our_words(reason: str) -> str:
 
 if __name__ == "__main__":
     main()
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+KEPT: Final = 256
+"""Verdicts; most callers ask for the same few schemas again and again."""
+
+
+class SchemaVerdicts:
+    """Verdicts on the schemas that were tried last; safe to use from many threads.
+
+    By time a caller could tell what another one has asked for. So those of one salt share their verdicts, as those
+    without a salt do, and neither schemas nor what quotes them is kept.
+    """
+
+    def __init__(self) -> None:
+        self._verdicts: LRUCache[bytes, Verdict] = LRUCache(KEPT)
+        self._secret = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+
+    def of(self, schemas: Sequence[str], salt: str | None = None) -> Verdict:
+        """Return the verdict on schemas that belong together, which are tried unless that is known.
+
+        Raises:
+            RuntimeError: see `try_schemas`.
+        """
+        key = hashlib.blake2b(repr((salt, *schemas)).encode(), key=self._secret).digest()
+        with self._lock:
+            known = self._verdicts.get(key)
+        if known is not None:
+            return known
+        found = try_schemas(schemas)
+        # Another reason quotes the schema.
+        if not found.reason or found.is_too_costly:
+            with self._lock:
+                self._verdicts[key] = found
+        return found

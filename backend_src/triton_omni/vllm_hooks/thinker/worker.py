@@ -10,19 +10,18 @@ from typing import Any, cast
 
 import torch
 
-from triton_omni.core.precision import use_full_float32
+from triton_omni.core.gpu import use_full_float32
 from triton_omni.vllm_hooks.shared.compat import SchedulerOutput
 from triton_omni.vllm_hooks.shared.fused_decode import FusedDecodeMixin
+from triton_omni.vllm_hooks.shared.graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
-from triton_omni.vllm_hooks.shared.prefill_graphs import PrefillGraphsMixin
-from triton_omni.vllm_hooks.shared.released_blocks import ReleasedBlocksMixin
+from triton_omni.vllm_hooks.shared.schedulers import ReleasedBlocksMixin
 from triton_omni.vllm_hooks.shared.tensor_parallel import failing_together
 from triton_omni.vllm_hooks.thinker import networks
 from triton_omni.vllm_hooks.thinker.decode import ThinkerDecodeMixin
-from triton_omni.vllm_hooks.thinker.lone_prompts import LonePromptsMixin
 from triton_omni.vllm_hooks.thinker.media_memory import MediaMemoryMixin
-from triton_omni.vllm_hooks.thinker.placed_prompts import PlacedPromptsMixin
-from triton_omni.vllm_hooks.thinker.row_mirror import RowMirrorMixin
+from triton_omni.vllm_hooks.thinker.prompt_steps import LonePromptsMixin, PlacedPromptsMixin
+from triton_omni.vllm_hooks.thinker.rows import RowMirrorMixin
 
 
 class ThinkerRunner(

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects file types by their first bytes. Knows the magic numbers, no codec."""
+"""A medium's file: its type by its first bytes, and its opening with FFmpeg in bounded CPU time. Knows no codec.
+
+FFmpeg compares each tag of a file with all others, so a megabyte of tags takes minutes; it has no option to skip them.
+"""
 
 from __future__ import annotations
 
+import io
+import signal
+from collections.abc import Mapping
 from typing import Literal
 
+import av
+from av.container import InputContainer
+
+from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaKind
 
 FileType = Literal["wav", "flac", "ogg", "mp3", "aac", "amr", "png", "jpeg", "webp", "mp4", "webm"]
@@ -66,3 +76,28 @@ def after_tags(data: bytes) -> int:
             size = size << 7 | byte & 0x7F
         start += _TAG_HEADER + size
     return start
+
+
+# --- FFmpeg -----------------------------------------------------------------------------------------------------------
+
+
+_LEAST_S = 1.0
+_SHARE = 16
+
+
+def header_seconds(limits: RequestLimits) -> float:
+    """CPU seconds that the header of one file may take."""
+    return max(_LEAST_S, limits.max_decode_seconds / _SHARE)
+
+
+def open_file(data: bytes, kind: str, limits: RequestLimits, options: Mapping[str, str]) -> InputContainer:
+    """Open a file in memory by FFmpeg's demuxer `kind`; SIGPROF ends this process where the header takes too long.
+
+    Raises:
+        FFmpegError: the file cannot be read.
+    """
+    signal.setitimer(signal.ITIMER_PROF, header_seconds(limits))
+    try:
+        return av.open(io.BytesIO(data), mode="r", format=kind, metadata_errors="replace", options=dict(options))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of a reply that may call functions, in llguidance's dialect of Lark. Pure.
+"""Calls of functions in a reply: the grammar that holds a reply to them, and their reading while it is written.
 
-A call is `<tool_call>`, a line of JSON, `</tool_call>`, as Qwen2.5 was trained to write it. Text before the
-first one has no such mark. vLLM's structural tags say less: they neither force a call nor bound their number.
+A call is `<tool_call>`, a line of JSON, `</tool_call>`, as Qwen2.5 was trained to write it. Text before the first one
+has no such mark. The grammar is in llguidance's dialect of Lark: vLLM's structural tags say less, since they neither
+force a call nor bound their number. vLLM's parser of the Hermes format reads the calls.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from triton_omni.session.engine import Function, ToolRules
+from triton_omni.session.engine import CallPiece, Function, ToolRules
+from triton_omni.vllm_hooks.shared.compat import Hermes2ProToolParser
 
 _MARK: Final = "<tool_call>"
 _NEXT: Final = f"\n{_MARK}"
@@ -73,3 +75,54 @@ def held_schema(function: Function) -> str:
 def _json(schema: str) -> str:
     """JSON of a schema, in which nothing is left that llguidance takes as a sign of another dialect."""
     return "%json " + schema.replace("::=", r"::\u003d")
+
+
+# --- calls in a reply -------------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What a step's text tells."""
+
+    text: str = ""
+    """Text to be said."""
+    calls: tuple[CallPiece, ...] = ()
+
+
+class CallReader:
+    """Divides one reply into what is said and what is called.
+
+    The reader keeps text back as long as it may begin the mark of a call. Nothing after the mark is said.
+    """
+
+    def __init__(self) -> None:
+        self.said = 0
+        """Characters of the text that are said."""
+        self.told = Told()
+        """What the last step's text told."""
+        self._text = ""
+        # It reads text, no tokens.
+        self._parser = Hermes2ProToolParser(_NO_TOKENIZER)
+
+    @property
+    def has_begun(self) -> bool:
+        """True once nothing more is said."""
+        return self._parser.tool_call_start_token in self._text
+
+    def feed(self, text: str, *, is_last: bool) -> None:
+        """Take the next characters; with the last ones everything is told."""
+        self._text += text
+        found = self._parser.extract_tool_calls_streaming("", self._text, text, (), (), (), _NO_REQUEST)
+        content = "" if found is None else found.content or ""
+        self.said += len(content)
+        if is_last and not self.has_begun:
+            content += self._text[self.said :]
+            self.said = len(self._text)
+        self.told = Told(content, tuple(map(_piece, found.tool_calls if found else ())))
+
+
+def _piece(call: Any) -> CallPiece:
+    return CallPiece(call.index, call.id, call.function.name, call.function.arguments or "")
+
+
+_NO_TOKENIZER: Any = object()
+_NO_REQUEST: Any = None

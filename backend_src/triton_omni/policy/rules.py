@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the due windows that share token2wav's next batch, and tells if token2wav claims the GPU for them.
+"""The rules by which three stages share a GPU. Each is a pure function of what is there at one moment.
 
-A batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many small batches, each
-for the most urgent stream, would leave less time for the others. So a batch is filled as far as its most urgent stream
-can wait for it. Only a window that cannot wait for another batch goes before it.
+Kernels of several processes on one GPU delay each other. A window of token2wav is thousands of small kernels, which
+take three times as long beside steps of thinker and talker.
+
+- *Batches*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many small
+  batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as its
+  most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
+- *Claims*: token2wav claims the GPU while a client waits for a window that is due. The others defer their next step;
+  they are far ahead of the audio.
+- *Pauses*: the thinker pauses while every pending first window waits only for the later stages. Its steps are not
+  needed for a while, since the reply is ahead of its sound from the first window on. A claim would come too late: by
+  then two steps of the thinker are in flight.
 """
 
 from __future__ import annotations
@@ -147,3 +155,46 @@ def _share(
             batch.append(window)
             frames += window.frames
     return batch
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Claim:
+    """Grants at most half of the time: after a claim the other stages have the GPU for as long as it took.
+
+    Args:
+        limit_ns: maximum nanoseconds of one claim; 0 = none is granted.
+    """
+
+    limit_ns: int
+    _began_ns: int = 0
+    _ended_ns: int = 0
+    _free_from_ns: int = 0
+
+    def until_ns(self, wanted: bool, now_ns: int) -> int:
+        """Return the monotonic time in nanoseconds until which the GPU is claimed; 0 = not claimed."""
+        if self._began_ns and (not wanted or now_ns >= self._ended_ns):
+            taken = min(now_ns, self._ended_ns) - self._began_ns
+            self._began_ns, self._free_from_ns = 0, now_ns + taken
+        if wanted and self.limit_ns and not self._began_ns and now_ns >= self._free_from_ns:
+            self._began_ns, self._ended_ns = now_ns, now_ns + self.limit_ns
+        return self._ended_ns if self._began_ns else 0
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def must_pause(ready_since_ns: Sequence[int], now_ns: int, limit_ns: int) -> bool:
+    """Return True if the thinker starts no step now.
+
+    Args:
+        ready_since_ns: for each pending first window, the monotonic time in nanoseconds since which no row of it needs
+            another step; 0 = some row does.
+        now_ns: monotonic time, nanoseconds.
+        limit_ns: maximum pause for one window. After it the window, which may wait for a place in the talker's batch,
+            causes no pause; 0 = the thinker never pauses.
+    """
+    counted = [since for since in ready_since_ns if not since or now_ns - since < limit_ns]
+    return bool(counted) and all(counted)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of one prompt of text alone, laid out by a few copies.
+"""Steps with prompts: the step of one prompt of text alone, and prompts whose M-RoPE positions are known beforehand.
 
-vLLM lays out any mix of sequences by two dozen small operations, during which an idle device waits. That delays the
-first audio of a single request. It knows vLLM's buffers, neither thinker nor talker.
+vLLM lays any mix of sequences out by two dozen small operations, during which an idle device waits. That delays the
+first audio of a single request, so such a step is laid out by a few copies.
+
+The first message of a session carries its prompt's positions, so they are computed while the request is prepared. vLLM
+would compute them again in the prompt's first step, for which all wait. This module knows vLLM's buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triton_omni.vllm_hooks.shared.compat import GPUModelRunner, SchedulerOutput
+from triton_omni.vllm_hooks.shared.compat import CachedRequestState, GPUModelRunner, SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -66,3 +69,35 @@ class LonePromptsMixin(_Runner):
         self.mrope_positions.gpu[:, :count].copy_(positions)
         batch.block_table.compute_slot_mapping(1, starts.gpu[:2], positions)
         self.discard_request_mask.np[0], self.prev_positions.np[0] = False, -1
+
+
+# --- placed prompts ---------------------------------------------------------------------------------------------------
+
+
+class PlacedPromptsMixin(_Runner):
+    """Takes the positions of prompts that were placed, and has vLLM compute those of others, as on other ranks.
+
+    Put it before the platform's runner in the bases. `place` and `forget_place` are called between steps, on the thread
+    that steps the engine.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._placed: dict[str, Tensor] = {}
+
+    def place(self, request_id: str, positions: Tensor) -> None:
+        """Lay the prompt of this request at `positions`, int64 [3, P] on the CPU."""
+        self._placed[request_id] = positions
+
+    def forget_place(self, request_id: str) -> None:
+        """The request will not be scheduled any more; an unknown one is ignored."""
+        self._placed.pop(request_id, None)
+
+    def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
+        """Once a request, when it is first scheduled."""
+        positions = self._placed.pop(req_state.req_id, None)
+        if positions is None:
+            super()._init_mrope_positions(req_state)
+            return
+        req_state.mrope_positions = positions
+        req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams and events of a GPU, copies that the host does not wait for, and the thread that steps an engine. The CPU has
-no streams: work there is done when it returns.
+"""Streams and events of a GPU, copies that the host does not wait for, the thread that steps an engine, and rounding.
+
+The CPU has no streams: work there is done when it returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -95,3 +97,29 @@ def to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def use_full_float32(device: torch.device) -> None:
+    """Keep cuDNN's convolutions and cuBLAS' products of float32 from rounding their inputs to TF32's 10 bits: that mode
+    is there to be compared with the reference.
+
+    For the whole process, which serves one stage. Nothing to do on the CPU.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def use_ordered_sums(device: torch.device) -> None:
+    """Keep cuDNN and cuBLAS from algorithms that give other bits when they run again, such as sums by atomic additions.
+
+    For the whole process, before its first product on the GPU. Nothing to do on the CPU, whose libraries have none for
+    one shape and number of threads.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = True
+        # Without it cuBLAS may take another algorithm while several streams share its workspace.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

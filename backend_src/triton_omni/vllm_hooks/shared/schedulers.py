@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both stages' schedulers add to vLLM's: pauses, an account of encoded media, and a prefix cache of finite blocks.
+
+It knows neither thinker nor talker.
+
+- *Pauses*: vLLM's own pause is for rare changes of an engine's state, and is logged each time.
+- *The prefix cache*: vLLM enters a block when it schedules the block's tokens, before they are computed: whoever hit it
+  would share what fails later. Here the engine enters blocks once it has seen what was computed. So nothing in the
+  cache has to be taken back, and every block that two sequences share is sound.
+- *Released blocks*: attention multiplies values after a sequence's end by zero, and zero times NaN is NaN. So blocks
+  that a sequence leaves before all of it is known to be finite are zeroed before another sequence gets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triton_omni.vllm_hooks.shared.compat import (
+    AsyncScheduler,
+    EncoderCacheManager,
+    GPUModelRunner,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerOutput,
+)
+
+if TYPE_CHECKING:
+    _Scheduler = Scheduler
+    _Runner = GPUModelRunner
+else:
+    _Scheduler = object
+    _Runner = object
+
+# --- media ------------------------------------------------------------------------------------------------------------
+
+
+class MediaScheduleMixin(_Scheduler):
+    """Encodes a medium with its first token, not before.
+
+    vLLM encodes the media within a step's reach that fit, and ends the step before the first that does not. A video and
+    its sound begin at one token: the video would be kept while its sound waits for room, and several such prompts would
+    wait for each other for ever.
+
+    Put it before vLLM's scheduler in the bases.
+    """
+
+    def _try_schedule_encoder_inputs(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> tuple[list[int], int, int, list[int], list[int]]:
+        media, tokens, budget, loaded, repeated = super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, encoder_compute_budget, shift_computed_tokens
+        )
+        end = num_computed_tokens + tokens
+        early = [medium for medium in media if request.mm_features[medium].mm_position.offset >= end]
+        budget += sum(map(request.get_num_encoder_embeds, early))
+        return [medium for medium in media if medium not in early], tokens, budget, loaded, repeated
+
+
+class MediaCache(EncoderCacheManager):
+    """vLLM's account of encoded media, from which one goes at once when no request needs it any more.
+
+    vLLM keeps it until there is no room for another, in case a request brings the same. Here a later request finds its
+    tokens in the prefix cache, or, without a salt, has an identifier of its own.
+    """
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        """Give up a request's claim to a medium, and the medium with the last claim."""
+        super().free_encoder_input(request, input_id)
+        identifier = request.mm_features[input_id].identifier
+        size = self.freeable.pop(identifier, None)
+        if size is not None:
+            del self.cached[identifier], self.num_embeds_by_hash[identifier]
+            # The runner is told with the next step.
+            self.freed.append(identifier)
+            self.num_free_slots += size
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+class PausableMixin(_Scheduler):
+    """While `held`, there is nothing to schedule."""
+
+    held = False
+    idle = False
+    """True if vLLM's last step was empty."""
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step in vLLM's own way."""
+        output = super().schedule(throttle_prefills)
+        self.idle = not output.total_num_scheduled_tokens
+        return output
+
+    def has_requests(self) -> bool:
+        """True if vLLM should schedule a step now."""
+        return not self.held and bool(super().has_requests())
+
+
+class PausableScheduler(PausableMixin, MediaScheduleMixin, Scheduler):
+    """For synchronous steps (the CPU, or asynchronous scheduling switched off)."""
+
+
+class PausableAsyncScheduler(PausableMixin, MediaScheduleMixin, AsyncScheduler):
+    """For steps scheduled while the device still runs the one before."""
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+class PrefixCacheMixin(_Scheduler):
+    """Caches what `verify` is told, for requests with a salt alone, so that others find nothing.
+
+    Put it first in the bases.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.collect: Callable[[], object] = lambda: None
+        """Called before a step's results are taken, which may end sequences: tells `verify` of rows that arrived."""
+        self.kept: dict[str, int] = {}
+        """Cached blocks of sequences that lost their blocks since the last `schedule`."""
+        self._early: dict[str, int] = {}
+        """Counts of `verify` that go beyond the known ids: without its ids a block has no hash."""
+        coordinator = self.kv_cache_manager.coordinator
+        (self._of_sequences,) = coordinator.single_type_managers
+        self._enter_blocks = coordinator.cache_blocks
+        # vLLM's own calls, as it allocates blocks and as it takes a step's ids.
+        coordinator.cache_blocks = lambda *_: None  # type: ignore[method-assign]
+
+    def verify(self, request_id: str, tokens: int) -> bool:
+        """The first `tokens` of a sequence are computed and finite; False where that is ignored, since it shares
+        nothing or lost its blocks."""
+        request = self.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING or not self._may_share(request):
+            return False
+        # It is told of each step, of which few complete a block.
+        if tokens // self.block_size > self._entered(request_id):
+            self._enter_blocks(request, min(tokens, request.num_tokens))
+            if tokens > request.num_tokens:
+                self._early[request_id] = tokens
+        return True
+
+    def _entered(self, request_id: str) -> int:
+        """Number of a sequence's blocks that are in the cache, or were when it began with them."""
+        return self._of_sequences.num_cached_block.get(request_id, 0)
+
+    def _may_share(self, request: Request) -> bool:
+        return request.cache_salt is not None
+
+    def distrust(self, request_id: str) -> None:
+        """Let nobody hit the blocks of this running sequence any more; those who share them keep them."""
+        for blocks in self.kv_cache_manager.get_block_ids(request_id):
+            self.kv_cache_manager.evict_blocks(set(blocks))
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """A step in the way of the scheduler after this class, with `kept_blocks` of the preempted sequences."""
+        self.kept.clear()
+        output = super().schedule(throttle_prefills)
+        output.kept_blocks = dict(self.kept)  # type: ignore[attr-defined]
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
+        """Take a step's result, after its rows."""
+        early, self._early = self._early, {}
+        for request_id, tokens in early.items():
+            self.verify(request_id, tokens)
+        self.collect()
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        self.kept[request.request_id] = self._entered(request.request_id)
+        super()._free_request_blocks(request)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class ReleasedBlocksMixin(_Runner):
+    """Zeroes the blocks that a sequence leaves, once, and only while they are its own.
+
+    vLLM's scheduler gives the blocks of a preempted sequence away at once, and tells the runner with the step that may
+    use them. Until the sequence resumes, vLLM's runner still names its former blocks.
+
+    Put it before the platform's runner in the bases.
+    """
+
+    def clear_cache_of(self, request_id: str, kept: int = 0) -> None:
+        """Zero the blocks of a sequence that failed, or may have, and forget them; an unknown one is ignored.
+
+        The first `kept` blocks are known to be finite and in the prefix cache, where others may share them; they stay.
+        It is ordered after every step already launched. The sequence may have ended: its blocks are known here, and
+        nobody else's, until the next step.
+        """
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        self.clear_blocks([block for group in state.block_ids for block in group[kept:]])
+        state.block_ids = tuple([] for _ in state.block_ids)
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
+        if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
+            self._init_kv_zero_meta()
+        self._zero_block_ids(blocks)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's, once what preempted sequences held is zeroed: from here on it may be another's."""
+        # Schedulers without a prefix cache keep none.
+        kept = getattr(scheduler_output, "kept_blocks", {})
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.clear_cache_of(request_id, kept.get(request_id, 0))
+        return super()._update_states(scheduler_output)
