@@ -15,6 +15,7 @@ import re
 import sys
 from typing import Final
 
+from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 from triton_omni.core.settings import SettingsError
@@ -79,7 +80,11 @@ def json_formatter() -> logging.Formatter:
     Its members are `level`, `logger`, `message`, `time` (UTC), `event` with its fields, and `exception`.
     """
     names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
-    return JsonFormatter(["levelname", "name", "message"], rename_fields=names, timestamp="time")
+    # vLLM gives every record of its process this attribute, whoever logs.
+    reserved = [*RESERVED_ATTRS, "vllm_process_name"]
+    return JsonFormatter(
+        ["levelname", "name", "message"], rename_fields=names, timestamp="time", reserved_attrs=reserved
+    )
 
 
 def configure_logging() -> None:
