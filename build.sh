@@ -222,9 +222,9 @@ Usage: ./build.sh test [PYTEST_ARGS]
 
 Without arguments: `check`, then all tests (unit, page, reference, server, hostile), with coverage of backend_src,
 client and gateway, the servers' processes included; less than 85 % fails. Without a GPU, on two cores or more, four
-workers share them out: one of them runs all that needs a server, and while its tests look at the clock, the others run
-with the lowest priority tests that do not, as the fourth does from the start. With arguments: `pytest PYTEST_ARGS`
-alone, in one process, for example
+workers share them out: one of them runs all that needs the shared server. While it starts others beside that one, the
+other workers run, with the lowest priority, tests that need little memory, as the fourth does from the start. With
+arguments: `pytest PYTEST_ARGS` alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.

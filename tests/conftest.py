@@ -46,13 +46,13 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 WITH_A_SERVER = "tests/server/"
 """The folder of tests that need a server, most of them the same one: one worker runs them all."""
-WITHOUT_A_CLOCK = "tests/reference/"
-"""The folder of tests that pass however slow the machine is, and need no server."""
+LIGHT = "tests/reference/"
+"""The folder of tests that need no server, and little memory without a GPU."""
 LONGEST = "tests/reference/test_kernels_compile.py"
 """Of these. It begins first of them, so that no worker waits for it in the end."""
 WITH_THE_TALKER = "tests/reference/talker/"
 """The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
-UNHURRIED = {
+ON_THE_SHARED_SERVER = {
     f"{WITH_A_SERVER}test_{name}"
     for name in (
         "calling.py",
@@ -83,8 +83,8 @@ UNHURRIED = {
         "tools.py",
     )
 }
-"""The same of tests that need a server. Its other tests look at the clock: beside them no other test has all its
-share of the processors."""
+"""Those that need the shared server alone. Others start servers beside it or load it, which takes more memory beside
+three workers' engines than a machine of 24 GB has."""
 WITH_SERVERS_OF_THEIR_OWN = {
     f"{WITH_A_SERVER}test_{name}"
     for name in (
@@ -99,10 +99,10 @@ WITH_SERVERS_OF_THEIR_OWN = {
         "whole_restart.py",
     )
 }
-"""Of these, what any worker may run beside the first: the shared server is none of theirs, and they have no clock."""
+"""Those that any worker may run, since they do without the shared server."""
 WITH_MINI = ("tests/frameworks/", f"{WITH_A_SERVER}test_mini.py")
-"""The tests that share a server of the default checkpoint. They have no clock, too."""
-FIRST, LAST = "tests with a server", "tests with a server and a clock"
+"""The tests that share a server of the default checkpoint."""
+FIRST, LAST = "tests with the shared server", "tests with servers beside the shared one"
 
 
 def scope_of(nodeid: str) -> str:
@@ -119,12 +119,12 @@ def scope_of(nodeid: str) -> str:
         return WITH_MINI[0]
     if module in WITH_SERVERS_OF_THEIR_OWN:
         return module
-    return FIRST if {module, f"{module}::{function}"} & UNHURRIED else LAST
+    return FIRST if {module, f"{module}::{function}"} & ON_THE_SHARED_SERVER else LAST
 
 
-def is_patient(scope: str) -> bool:
-    """Whether it may run beside what looks at the clock, with what that leaves of the processors."""
-    return scope.startswith(WITHOUT_A_CLOCK) and not torch.cuda.is_available()
+def is_light(scope: str) -> bool:
+    """Whether it may run beside the last tests, with what those leave of the memory and the processors."""
+    return scope.startswith(LIGHT) and not torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def turn(item: pytest.Item) -> tuple[int, bool]:
         scope = scope_of(item.nodeid)
-        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_patient(scope)), scope != LONGEST
+        return {FIRST: 0, LAST: 3}.get(scope, 1 + is_light(scope)), scope != LONGEST
 
     items.sort(key=turn)
 
@@ -145,11 +145,11 @@ class _Worker:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """From its first patient test on a worker without the server takes what others leave: only patient ones follow."""
+    """From its first light test on a worker without the server takes what others leave: only light ones follow."""
     scope = scope_of(item.nodeid)
     if scope in (FIRST, LAST):
         _Worker.has_server = True
-    elif is_patient(scope) and not _Worker.has_server:
+    elif is_light(scope) and not _Worker.has_server:
         os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
@@ -165,16 +165,16 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Workers share out the scopes; the first of them has the server, and runs all tests that need it.
+    """Workers share out the scopes; the first of them has the shared server, and runs all tests that need it.
 
-    Those with a clock it runs once the others have patient tests alone. A fourth has patient tests from the start, with
-    what the other three leave of the processors while they wait.
+    It runs the last ones once the others have light tests alone. A fourth has light tests from the start, with what the
+    other three leave of the processors while they wait.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         _filler: Any = None
-        """The worker with patient tests alone, where there are enough workers."""
+        """The worker with light tests alone, where there are enough workers."""
 
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
@@ -187,7 +187,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
         def _assign_work_unit(self, node: Any) -> None:
             waiting = [scope for scope in self.workqueue if scope != LAST and self._may_run(node, scope)]
             keeps_server = node is self._keeper()
-            if keeps_server and LAST in self.workqueue and all(map(is_patient, [*waiting, *self._of_others(node)])):
+            if keeps_server and LAST in self.workqueue and all(map(is_light, [*waiting, *self._of_others(node)])):
                 self.workqueue.move_to_end(LAST, last=False)
             elif waiting:
                 self.workqueue.move_to_end(waiting[0], last=False)
@@ -203,7 +203,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
                 self._reschedule(keeper)
 
         def _may_run(self, node: Any, scope: str) -> bool:
-            return node is not self._filler or is_patient(scope)
+            return node is not self._filler or is_light(scope)
 
         def _keeper(self) -> Any:
             """The worker with the server: the first that is not on its way out."""
