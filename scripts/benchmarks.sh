@@ -7,8 +7,8 @@
 #
 # After `./build.sh setup`. A part takes two to ten minutes, `listeners`, `caches` and `apart` longer; `apart` needs two GPUs.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
-# of random weights. STARTS ("1 2 3") and PRESETS ("reference fast"): a share of `caches`, of `presets` and `many`;
-# `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
+# of random weights. STARTS ("1 2 3"), PRESETS ("reference fast") and SIZES ("7b 3b"): a share of `caches`, of `presets`
+# and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
@@ -65,8 +65,17 @@ part_plans() {
         --variant "$LOW_LATENCY" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
 }
 
-part_fp8() {
-    compare fp8 7b --variant shipped --variant 'fp8={"thinker": {"quantization": "fp8"}}' --load "$ONE" --load "$TOGETHER"
+part_fp8() { # one stream of 6 s replies three times, 7B and 3B
+    local size run variants=() loads=() fp8='"thinker": {"quantization": "fp8"}'
+    variants=(--variant shipped --variant "fp8={$fp8}" --variant "$LOW_LATENCY"
+        --variant "fp8_low_latency={$fp8, \"token2wav\": {\"plan\": \"low_latency\"}}")
+    for run in 1 2 3; do
+        loads+=(--load "one.$run=--concurrency 1 --requests 8 --talker-max-tokens 300")
+    done
+    for size in ${SIZES:-7b 3b}; do
+        compare "fp8/$size" "$size" "${variants[@]}" "${loads[@]}" &&
+            "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/fp8/$size" || return
+    done
 }
 
 part_small() {
