@@ -139,6 +139,15 @@ def test_a_full_message_and_the_last_rows_wait_for_no_interval():
     assert values(take_all(send_queue, 1, interval_ns=INTERVAL)) == [[9, 10]]
 
 
+def test_the_end_of_no_rows_is_no_message_which_the_first_text_would_wait_after():
+    send_queue = SendQueue(largest=8)
+    send_queue.finish_tensors()
+    assert take_all(send_queue, interval_ns=INTERVAL) == []
+    send_queue.put_text("Hello")
+    [batch] = take_all(send_queue, interval_ns=INTERVAL)
+    assert (batch.text, batch.tensor, batch.tensors_done) == ("Hello", None, True)
+
+
 def test_wanted_rows_wait_for_no_interval():
     send_queue = begun()
     send_queue.put(rows(1, 1))

@@ -157,8 +157,11 @@ class SendQueue:
         self._calls += calls
 
     def finish_tensors(self) -> None:
-        """No more items will be put."""
+        """No more items will be put. If none was, the end gets no message of its own: the first text would wait for the
+        interval after it.
+        """
         self._tensors_done = True
+        self._end_announced |= not (self.given or self.held)
 
     def finish_text(self) -> None:
         """No more text and calls will be put."""
