@@ -228,10 +228,9 @@ def test_the_unary_model_is_started_again_alone_unless_it_had_requests(server: S
     assert server.calls == ([] if open_requests else loaded)
 
 
-def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server) -> None:
     """What another stage ends before it has heard of it, no one ends for the client."""
-    monkeypatch.setattr("triton_omni.supervisor.restart._POLL_S", FOREVER_S)
-    with watching(server):
+    with watching(server, replace(QUICK, look_every_s=FOREVER_S)):
         time.sleep(0.1)
         server.kill("talker")
         wait_for(lambda: ("lost", "talker") in server.calls)
@@ -241,7 +240,7 @@ def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server, monke
 
 def test_stages_that_live_are_left_alone(server: Server) -> None:
     with watching(server) as restarter:
-        time.sleep(3 * restart._POLL_S)
+        time.sleep(3 * QUICK.look_every_s)
         assert not restarter.is_restarting
     assert server.calls == []
 
@@ -316,7 +315,7 @@ def test_a_stage_that_hangs_is_ended_sooner_if_a_deadline_has_passed(
     with watching(server) as restarter:
         server.silent["token2wav"] = silent_s
         if ended_after_s is None:
-            time.sleep(3 * restart._POLL_S)
+            time.sleep(3 * QUICK.look_every_s)
         else:
             wait_for(lambda: server.loads() == 1 and not restarter.is_restarting)
     lost = [] if ended_after_s is None else [f"token2wav: it did nothing for {ended_after_s} s and was ended"]
@@ -328,7 +327,7 @@ def test_a_server_is_not_ready_while_a_stage_is_silent(server: Server) -> None:
     with watching(server) as restarter:
         server.silent["thinker"] = 9.0
         wait_for(lambda: server.told_ready)
-        time.sleep(3 * restart._POLL_S)
+        time.sleep(3 * QUICK.look_every_s)
         assert server.told_ready == [True]
         server.silent["thinker"] = 11.0
         wait_for(lambda: server.told_ready == [True, False])
@@ -342,7 +341,7 @@ def test_a_server_whose_silent_stage_was_ended_is_not_told_ready_before_it_is_lo
     with watching(server, RestartPolicy(first_wait_s=0.0, stalled_after_s=30.0)) as restarter:
         server.silent["thinker"] = 31.0
         wait_for(server.loading.is_set)
-        time.sleep(2 * restart._POLL_S)
+        time.sleep(2 * QUICK.look_every_s)
         assert server.told_ready[-1] is False
         server.may_load.set()
         wait_for(lambda: not restarter.is_restarting and server.told_ready[-1])
@@ -443,7 +442,7 @@ def test_what_ends_after_the_close_is_left_dead(server: Server) -> None:
         restarter.close()
         for stage in STAGES:
             server.kill(stage)
-        time.sleep(2 * restart._POLL_S)
+        time.sleep(2 * QUICK.look_every_s)
     assert server.calls == []
 
 
@@ -462,5 +461,5 @@ def test_a_close_ends_a_wait_before_the_next_start(server: Server) -> None:
 def test_a_server_without_stages_is_not_watched() -> None:
     server = Server()
     with watching(server):
-        time.sleep(2 * restart._POLL_S)
+        time.sleep(2 * QUICK.look_every_s)
     assert server.calls == []

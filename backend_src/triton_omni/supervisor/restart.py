@@ -31,13 +31,12 @@ from triton_omni.supervisor.served_repository import UNARY_MODEL
 
 MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary" else stage for stage in WATCHED}
 """The Triton model that each watched process serves."""
-_POLL_S = 0.1
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
 _WRITES_WITHIN_S = 1.0
 """In which a process that hangs writes where its threads are."""
 _PAUSED_S = 1.0
-"""The watch, which looks every `_POLL_S`, did not run when it looks so late."""
+"""The watch did not run when it looks so late (`RestartPolicy.look_every_s`)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class RestartPolicy:
     """The same while it has a session past its deadline. token2wav's errors wait as long for another stage's step."""
     silent_after_s: float = 10.0
     """A server is not ready while a stage's loop has not turned for so long."""
+    look_every_s: float = 0.1
+    """Maximum seconds between two looks at the stages."""
     whole_server: bool | None = None
     """Restart the whole server if one of its processes dies; None = decide by Triton's version."""
 
@@ -275,7 +276,7 @@ class StageRestarter:
     def _await_death(self) -> None:
         """Until a process has ended that is not being seen to, for a moment at most."""
         living = [watched.process for watched in self._watched.values() if not watched.is_restarting]
-        select.select([process for process in living if process is not None], [], [], _POLL_S)
+        select.select([process for process in living if process is not None], [], [], self._policy.look_every_s)
 
     def _cause_of_death(self, stage: StageName, watched: _Watched) -> str | None:
         if watched.process is None or watched.process.ends_within(0):
