@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both stages' schedulers add to vLLM's: pauses, an account of encoded media, and a prefix cache of finite blocks.
+"""Mixins of both stages' schedulers and runners: pauses, an account of encoded media, a prefix cache of finite blocks.
 
 It knows neither thinker nor talker.
 
