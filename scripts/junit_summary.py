@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up a run of tests from its JUnit XML, for docs/gpu-runs/tests.
+"""Sums up a run of tests from its JUnit XML, for docs/gpu-runs/tests. Several files are shares of one run.
 
     ./build.sh test tests/reference --junitxml=tests.xml; python scripts/junit_summary.py tests.xml -o summary.json
 
@@ -90,18 +90,30 @@ def machine() -> dict[str, str]:
     }
 
 
+def read_report(report: Path) -> ET.Element:
+    """The JUnit XML of a file.
+
+    Raises:
+        typer.BadParameter: the file is not whole.
+    """
+    try:
+        return ET.parse(report).getroot()
+    except ET.ParseError as error:
+        raise typer.BadParameter(
+            f"{report}: {error}; give the XML of a run that ended", param_hint="REPORTS"
+        ) from error
+
+
 def main(
-    report: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JUnit XML of pytest")],
+    reports: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JUnit XML of pytest")],
     output: Annotated[Path, typer.Option("-o", "--output", help="summary to write (JSON)")],
 ) -> None:
-    """Sum up a run of tests."""
-    try:
-        root = ET.parse(report).getroot()
-    except ET.ParseError as error:
-        raise typer.BadParameter(f"{report}: {error}; give the XML of a run that ended", param_hint="REPORT") from error
-    begun = root.find("testsuite")
+    """Sum up a run of tests, or the shares of one."""
+    roots = [read_report(report) for report in reports]
+    begun = roots[0].find("testsuite")
     day = "" if begun is None else begun.get("timestamp", "")[:10]
-    found = {"date": day, "versions": machine(), **summary(list(read_cases(root)))}
+    cases = [case for root in roots for case in read_cases(root)]
+    found = {"date": day, "versions": machine(), **summary(cases)}
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     typer.echo(", ".join(f"{found[outcome]} {outcome}" for outcome in get_args(Outcome)))
 

@@ -46,7 +46,7 @@ def report(tmp_path: Path) -> Path:
 def test_outcomes_are_told_by_file_and_failures_with_their_tracebacks(
     report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    SCRIPT["main"](report, tmp_path / "summary.json")
+    SCRIPT["main"]([report], tmp_path / "summary.json")
     assert capsys.readouterr().out == "2 passed, 2 failed, 1 skipped\n"
     found = json.loads((tmp_path / "summary.json").read_text())
     (file,) = found["files"]
@@ -65,9 +65,20 @@ def test_outcomes_are_told_by_file_and_failures_with_their_tracebacks(
     assert len(found["date"]) == len("2026-11-28")
 
 
+def test_shares_of_a_run_add_up(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.xml"
+    other.write_text(report.read_text().replace("test_small", "test_other"))
+    SCRIPT["main"]([report, other], tmp_path / "summary.json")
+    assert capsys.readouterr().out == "4 passed, 4 failed, 2 skipped\n"
+    assert [name.rpartition("/")[2] for name in json.loads((tmp_path / "summary.json").read_text())["files"]] == [
+        "test_other.py",
+        "test_small.py",
+    ]
+
+
 def test_what_a_run_left_unfinished_is_refused(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text("<testsuites><testsuite>")
     with pytest.raises(typer.BadParameter, match=r"report\.xml: .*; give the XML of a run that ended$"):
-        SCRIPT["main"](report, tmp_path / "summary.json")
+        SCRIPT["main"]([report], tmp_path / "summary.json")
     assert not (tmp_path / "summary.json").exists()
