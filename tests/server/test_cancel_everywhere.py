@@ -6,6 +6,7 @@ A closed connection of a unary HTTP request is the one way that is missing: Trit
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from gateway_fakes import RunningGateway
+from realtime_client import MANUAL, talk
 from server.probes import (
     CRAWLING_THINKER,
     SLOW_INTAKE,
@@ -159,6 +161,32 @@ def sessions_beside(server: Served, crowd: int) -> Iterator[StageBoard]:
             lambda: (board.open_sessions(), others.keys("thinker", "added"), others.keys("thinker", "tokens")),
         )
         yield board
+
+
+def test_a_realtime_session_that_is_lost_ends_its_response_in_every_stage(
+    server: Served, gateway: RunningGateway
+) -> None:
+    async def drop_while_it_speaks() -> int:
+        async with talk(gateway.base, **MANUAL) as session:
+            await session.say("hello")
+            await session.send("response.create")
+            await session.until("response.output_audio.delta")
+            left_ns = time.monotonic_ns()
+            session.connection._connection.transport.abort()
+        return left_ns
+
+    with sessions_beside(server, 0) as board:
+        sessions = Sessions.from_now(server, board)
+        left_ns = asyncio.run(drop_while_it_speaks())
+        wait_for(lambda: board.open_sessions() == 0, board.open_sessions)
+        free_ns = time.monotonic_ns()
+    (key,) = generating(sessions)
+    noticed_ns = first_of(sessions, "noticed", key)
+    assert noticed_ns > left_ns
+    check_dropped(server, key, noticed_ns)
+    note_figures(
+        moment="realtime session lost", noticed_ms=(noticed_ns - left_ns) / 1e6, free_ms=(free_ns - left_ns) / 1e6
+    )
 
 
 def batches(items: Sequence[tuple[str, Way]], size: int) -> Iterator[Sequence[tuple[str, Way]]]:
