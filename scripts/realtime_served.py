@@ -40,6 +40,8 @@ VARIANT: Final = Variant(
 SESSIONS: Final = (1, 32)
 TURNS: Final = {1: 3}
 """Turns of each kind by number of sessions, where they are not two."""
+CUTS: Final = {1: 20}
+"""The same of turns that are interrupted."""
 
 
 @contextmanager
@@ -77,7 +79,8 @@ async def one_run(address: str, metrics_url: str, counts: Sequence[int]) -> dict
     question, run = read_question(SPOKEN, SPOKEN_S), {}
     for sessions in counts:
         metrics = metrics_url if sessions == 1 else ""
-        load = Load(address, question, sessions=sessions, turns=TURNS.get(sessions, 2), metrics=metrics)
+        turns, cuts = (of.get(sessions, 2) for of in (TURNS, CUTS))
+        load = Load(address, question, sessions=sessions, turns=turns, cuts=cuts, metrics=metrics)
         run[sessions] = await measure(load)
         print("\n".join([f"\n{sessions} sessions\n", *run[sessions].lines()]), flush=True)
     return run

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures realtime sessions of a gateway as their users notice them.
 
-    python scripts/realtime_times.py http://127.0.0.1:8080 question.wav [--sessions N] [--turns N] [--metrics URL]
+    python scripts/realtime_times.py http://127.0.0.1:8080 question.wav [--sessions N] [--turns N] [--cuts N]
+        [--metrics URL]
 
 Each session speaks the question (24 kHz, mono) in its own time, in pieces of 20 ms, and takes the whole reply before
 the next turn. Milliseconds, median and p95 of all turns:
@@ -11,6 +12,7 @@ the next turn. Milliseconds, median and p95 of all turns:
 - barge-in: from the first sample of speech in a reply to `response.done`, and to no session in any stage. The metrics
   of a Triton server without other users tell the latter, ten times a second, so only one session can measure it. A
   reply that ends before it is interrupted is not counted
+- drop: from the loss of a connection in a reply to no session in any stage, told and counted as those
 
 A reply without sound, which random weights may give, is not counted.
 """
@@ -44,6 +46,7 @@ KINDS = {
     "vad_first_audio": "server_vad: speech_stopped, first audio",
     "barge_in_done": "barge-in: speech, response.done",
     "barge_in_idle": "barge-in: speech, idle engines",
+    "drop_idle": "lost connection, idle engines",
 }
 """What is measured."""
 LONGEST_S = 120.0
@@ -190,7 +193,8 @@ class Load:
     Attributes:
         gateway: its address.
         question: PCM16, mono, 24 kHz.
-        turns: of each kind and session.
+        turns: of each kind and session, without those that are interrupted.
+        cuts: turns of a session that are interrupted; with `metrics` as many sessions are lost after it.
         metrics: the stages' metrics; empty = not asked.
     """
 
@@ -198,6 +202,7 @@ class Load:
     question: bytes
     sessions: int = 1
     turns: int = 10
+    cuts: int = 10
     model: str = "qwen2_5_omni"
     key: str = "any"
     metrics: str = ""
@@ -211,7 +216,7 @@ async def converse(load: Load, times: Times) -> None:
     ):
         user = User(connection, load.question, times, load.metrics)
         listening = asyncio.create_task(user.listen())
-        talking = asyncio.create_task(_turns(user, load.turns))
+        talking = asyncio.create_task(_turns(user, load))
         await asyncio.wait((listening, talking), return_when=asyncio.FIRST_COMPLETED)
         talking.cancel()
         listening.cancel()
@@ -220,15 +225,34 @@ async def converse(load: Load, times: Times) -> None:
                 raise ended
 
 
-async def _turns(user: User, turns: int) -> None:
+async def _turns(user: User, load: Load) -> None:
     await user.detect(None)
-    for _ in range(turns):
+    for _ in range(load.turns):
         await user.manual()
     await user.detect(VAD)
-    for _ in range(turns):
+    for _ in range(load.turns):
         await user.detected()
-    for _ in range(turns):
+    for _ in range(load.cuts):
         await user.interrupt()
+
+
+async def drop(load: Load, times: Times) -> None:
+    """One session whose connection is lost as soon as a reply is heard."""
+    async with (
+        openai.AsyncOpenAI(base_url=f"{load.gateway}/v1", api_key=load.key) as client,
+        client.realtime.connect(model=load.model, max_retries=0) as connection,
+    ):
+        said: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Tell me a story."}]}
+        await connection.conversation.item.create(item=said)
+        await connection.response.create()
+        async for event in connection:
+            if event.type == "response.done":
+                return
+            if event.type == "response.output_audio.delta":
+                break
+        begin = time.monotonic()
+        connection._connection.transport.abort()
+    times.add("drop_idle", begin, await _idle(load.metrics))
 
 
 def read_question(path: Path, seconds: float | None = None) -> bytes:
@@ -253,6 +277,8 @@ async def measure(load: Load) -> Times:
         await converse(load, times)
 
     await asyncio.gather(*map(later, range(load.sessions)))
+    for _ in range(load.cuts if load.metrics else 0):
+        await drop(load, times)
     return times
 
 
@@ -263,6 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("question", type=Path, help="WAV file of a spoken question")
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--turns", type=int, default=10, help="of each kind and session (default 10)")
+    parser.add_argument("--cuts", type=int, default=10, help="turns that are interrupted (default 10)")
     parser.add_argument("--model", default="qwen2_5_omni")
     parser.add_argument("--key", default=os.environ.get("OPENAI_API_KEY", "any"))
     parser.add_argument("--metrics", default="", help="the stages' metrics, such as http://127.0.0.1:8002/metrics")

@@ -93,15 +93,20 @@ def test_times_of_realtime_sessions_are_told_by_kind(tmp_path: Path, capsys: pyt
         yield final()
 
     with serve_grpc(FakeTriton(long)) as triton, run_gateway(triton.url) as gateway:
-        measuring["main"]([gateway.base, str(question), "--turns", "1", "--sessions", "2"])
+        measuring["main"]([gateway.base, str(question), "--turns", "1", "--cuts", "1", "--sessions", "2"])
+        # It has no stage's sessions, so all are idle as soon as it is asked.
+        idle = ["--metrics", f"{gateway.base}/metrics"]
+        measuring["main"]([gateway.base, str(question), "--turns", "0", "--cuts", "1", *idle])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [(row[0], row[1]) for row in rows[1:]] == [
         ("| manual: end of speech, first audio", "2"),
         ("| server_vad: end of speech, speech_stopped", "2"),
         ("| server_vad: speech_stopped, first audio", "2"),
         ("| barge-in: speech, response.done", "2"),
+        ("| from … to", "turns"),
+        ("| lost connection, idle engines", "1"),
     ]
-    assert all(float(row[2]) > 0 for row in rows[1:])
+    assert all(float(row[2]) > 0 for row in rows[1:5])
 
 
 def test_a_realtime_reply_without_sound_ends_a_turn_and_is_not_timed(
@@ -117,6 +122,6 @@ def test_a_realtime_reply_without_sound_ends_a_turn_and_is_not_timed(
         yield final()
 
     with serve_grpc(FakeTriton(silent)) as triton, run_gateway(triton.url) as gateway:
-        measuring["main"]([gateway.base, str(question), "--turns", "1"])
+        measuring["main"]([gateway.base, str(question), "--turns", "1", "--cuts", "1"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[:2] for row in rows[1:]] == [["| server_vad: end of speech, speech_stopped", "1"]]
