@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request over an HTTP connection of its own: what goes wrong with it, and its server-sent events."""
+"""One request over an HTTP connection of its own: what goes wrong with it, and its server-sent events.
+
+`http.client` sends a request in one call and waits for its answer in another. httpx has one call for both, so no caller
+could leave a stream before its first text: Triton sends no header earlier.
+"""
 
 from __future__ import annotations
 
