@@ -11,7 +11,7 @@
 # and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
-PARTS=(served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
+PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
     caches presets many realtime crowd_time apart quality four_bit memory)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
@@ -35,6 +35,22 @@ EIGHT='eight=--concurrency 8 --requests 32'
 TOGETHER='together=--concurrency 32 --requests 96'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
 LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
+
+part_numbers() { # the ten numbers of docs/benchmarks.md, three runs of each by one start
+    local run loads=() ones=()
+    for run in 1 2 3; do
+        ones+=(--load "one.$run=--concurrency 1 --requests 8")
+        loads+=(--load "together.$run=--concurrency 32 --requests 96"
+            --load "listeners.$run=--concurrency 32 --requests 96 --ramp-up 20 --listen")
+    done
+    compare numbers/7b 7b --variant '7b={}' "${ones[@]}" "${loads[@]}" || return
+    for run in 1 2 3; do
+        micro "numbers/steps.$run" 7b --only thinker,thinker-vllm --steps 60 &&
+            micro "numbers/window.$run" 7b --only token2wav-windows || return
+    done
+    compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}" &&
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/numbers/7b" "$OUT/numbers/3b"
+}
 
 part_served() {
     compare served 7b --variant shipped --load 'first=--concurrency 1 --requests 3 --warm-up 0' --load "$ONE" \

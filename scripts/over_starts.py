@@ -22,7 +22,7 @@ _NUMBER: Final = re.compile(r"\.\d+$")
 
 
 class Kind(NamedTuple):
-    """A figure: its unit, and how a run's summary tells it; None where it does not."""
+    """A figure: its unit, and how a run of a report tells it; None where it does not."""
 
     unit: str
     of: Callable[[Any], float | None]
@@ -30,23 +30,30 @@ class Kind(NamedTuple):
 
 
 def _milliseconds(name: str, percentile: str) -> Kind:
-    def told(summary: Any) -> float | None:
-        seconds: float | None = summary[name][percentile]
+    def told(run: Any) -> float | None:
+        seconds: float | None = run["summary"][name][percentile]
         return None if seconds is None else 1000 * seconds
 
     return Kind("ms", told)
+
+
+def _handover(run: Any) -> float | None:
+    """Both hops; None where the metrics were not read."""
+    hops = [hop["arrived"]["p50_s"] for hop in run.get("hops", {}).values()]
+    return 1000 * sum(hops) if len(hops) == 2 and None not in hops else None
 
 
 KINDS: Final[Mapping[str, Kind]] = {
     "first_text_p50": _milliseconds("time_to_first_text_s", "p50"),
     "first_audio_p50": _milliseconds("time_to_first_audio_s", "p50"),
     "first_audio_p95": _milliseconds("time_to_first_audio_s", "p95"),
-    "real_time_factor_p50": Kind("1", lambda summary: summary["real_time_factor"]["p50"], 3),
-    "speech_per_second": Kind("s", lambda summary: summary["audio_seconds_per_s"]),
+    "real_time_factor_p50": Kind("1", lambda run: run["summary"]["real_time_factor"]["p50"], 3),
+    "speech_per_second": Kind("s", lambda run: run["summary"]["audio_seconds_per_s"]),
     "replies_without_underrun": Kind(
-        "1", lambda summary: summary["completed"] - (summary["requests_with_underruns"] or 0), 0
+        "1", lambda run: run["summary"]["completed"] - (run["summary"]["requests_with_underruns"] or 0), 0
     ),
-    "requests": Kind("1", lambda summary: summary["requests"], 0),
+    "requests": Kind("1", lambda run: run["summary"]["requests"], 0),
+    "handover_p50": Kind("ms", _handover, 2),
 }
 
 Figures = Mapping[str, list[float]]
@@ -60,7 +67,7 @@ def figures(reports: Iterable[Path]) -> Figures:
         variant, load = (_NUMBER.sub("", name) for name in (path.parent.name, path.stem))
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
             for name, kind in KINDS.items():
-                if (value := kind.of(run["summary"])) is not None:
+                if (value := kind.of(run)) is not None:
                     found[f"{name}/{variant}/{load}"].append(round(value, kind.digits))
     return found
 

@@ -47,6 +47,21 @@ def test_starts_and_runs_are_put_together(tmp_path: Path, capsys: pytest.Capture
     assert {row[1]: row[columns] for row in rows[4:]} == {"plain": "147.0 (146.0 to 150.0)", "shipped": "150.0"}
 
 
+def test_both_hops_are_one_handover(tmp_path: Path) -> None:
+    path = tmp_path / "numbers" / "7b" / "one.1.json"
+    write(path, answered(0, 0.146), answered(1, 0.146))
+    report = json.loads(path.read_text())
+    report["runs"][0]["hops"] = {
+        "talker": {"arrived": {"p50_s": 0.00024}},
+        "token2wav": {"arrived": {"p50_s": 0.00028}},
+    }
+    path.write_text(json.dumps(report))
+    assert SCRIPT["figures"]([path])["handover_p50/7b/one"] == [0.52]
+    report["runs"][0]["hops"]["talker"]["arrived"]["p50_s"] = None
+    path.write_text(json.dumps(report))
+    assert "handover_p50/7b/one" not in SCRIPT["figures"]([path])
+
+
 def test_folders_without_a_report_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.json").write_text("{}")
     with pytest.raises(typer.BadParameter, match=r"^no report VARIANT/LOAD\.json in "):
