@@ -28,7 +28,8 @@ else:
     _Runner = object
 
 _SEED_KEY: Final = "noise_seed"
-# SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers of its finaliser.
+# SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers of its finaliser. Not the Philox of
+# token2wav's noise: for 64 sequences this takes 0.06 ms of the host a step, that 2 ms.
 _GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 # 52 bits, not 53: `uniform * total` then rounds below `total` for every total, so a draw never runs off the end.
