@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -37,6 +38,11 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, strict=True, gt=0)]
 """Seconds of a timeout. The client of Triton refuses others itself, before the server could name the key."""
 
 
+def without_nulls(given: object) -> object:
+    """An object without its keys that are null; any other value as it is."""
+    return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +50,7 @@ class _Model(BaseModel):
     @classmethod
     def _without_nulls(cls, given: object) -> object:
         """Leave out what is null, also of an unknown key: programs send all keys that they know."""
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+        return without_nulls(given)
 
 
 class AudioOptions(_Model):
@@ -107,7 +113,8 @@ class MediaOptions(_Model):
 class Message(_Model):
     """One message; parts of `content` are checked by the Triton server.
 
-    `name`, `refusal` and `annotations` are taken, so that a reply can be sent back as it came, and of no effect.
+    `name`, `refusal`, `annotations` and `parsed` (of OpenAI's client) are taken, so that a reply can be sent back as it
+    came, and of no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -117,6 +124,7 @@ class Message(_Model):
     name: StrictStr | None = None
     refusal: StrictStr | None = None
     annotations: list[Any] | None = None
+    parsed: Any = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     """Functions that the assistant called; the Triton server checks them."""
     tool_call_id: StrictStr | None = None
@@ -132,7 +140,7 @@ class _Thinker(_Model):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(without_nulls)] | None = None
     top_k: StrictInt | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None

@@ -150,7 +150,7 @@ def _message(message: Message, index: int, find: FindTranscript) -> dict[str, An
 def _content(message: Message, index: int, find: FindTranscript) -> dict[str, Any]:
     if message.audio is not None:
         return {"content": _spoken(message, f"messages[{index}].audio", find)}
-    if message.content is None and message.tool_calls:
+    if message.content is None and message.role in ("assistant", "tool"):
         return {}
     if message.content is None:
         said = f"Missing required parameter: 'messages[{index}].content'."

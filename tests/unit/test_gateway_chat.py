@@ -12,7 +12,7 @@ import time
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
@@ -21,8 +21,11 @@ import pytest
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
+from realtime_client import speech
 from triton_omni_client.audio import WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_gateway import schemas, service
+from triton_omni_gateway.sound import SoundFormat
+from unit.test_gateway_speech import decoded, joined
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SPOKEN = np.repeat(np.array([0.25, -0.5], np.float32), 480)
@@ -187,6 +190,31 @@ def test_streamed_audio_comes_in_deltas_of_audio(gateway: RunningGateway) -> Non
     sound = b"".join(base64.b64decode(part.get("data", "")) for part in audio)
     assert sound == pcm16_from_waveform(SPOKEN)
     assert all(not delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("form", get_args(SoundFormat))
+def test_audio_of_each_format_is_the_speech(
+    triton: FakeTriton, gateway: RunningGateway, form: str, stream: bool
+) -> None:
+    spoken = speech(2.0).astype(np.float32) / 32768
+    texts = [chunk(text="Hello"), chunk(text=", sea.")]
+    triton.script = lambda *_: iter([*texts, *(chunk(audio=part) for part in np.array_split(spoken, 8)), final()])
+    reply = gateway.chat(modalities=["text", "audio"], audio={"voice": "Chelsie", "format": form}, stream=stream)
+    if not stream:
+        audio = [reply.choices[0].message.audio.model_dump()]
+    else:
+        deltas = [found.choices[0].delta for found in reply]
+        audio = [delta.audio.model_dump(exclude_unset=True) for delta in deltas if delta.audio]
+        assert [sorted(part) for part in audio[:2]] == [["id", "transcript"], ["transcript"]]
+        assert [sorted(part) for part in audio[2:]] == [["data"]] * (len(audio) - 3) + [["expires_at"]]
+        assert len(audio) > 6
+    assert "".join(part.get("transcript", "") for part in audio) == "Hello, sea."
+    data = joined([part["data"] for part in audio if "data" in part])
+    heard = np.frombuffer(data, "<i2") / 32768 if form == "pcm16" else decoded(data)
+    assert 0 <= len(heard) - len(spoken) < 2400  # an encoder's own silence
+    likeness = np.correlate(heard, spoken, "valid").max() / np.linalg.norm(heard) / np.linalg.norm(spoken)
+    assert likeness > 0.99
 
 
 def test_streamed_wav_chunks_joined_are_one_file(gateway: RunningGateway) -> None:

@@ -198,6 +198,24 @@ async def test_items_are_put_and_deleted_anywhere(triton: FakeTriton, gateway: R
     assert [one["role"] for one in chat_of(triton.requests[0])] == ["system", "user"]
 
 
+async def test_items_go_into_another_session_as_openai_s_client_dumps_them(
+    triton: FakeTriton, gateway: RunningGateway
+) -> None:
+    """With null for each key of their types that an item does not have, and without content where nothing was said."""
+    async with talk(gateway.base, audio=MANUAL_AUDIO) as session:
+        said = await session.say("What is the sea?")
+        (spoken,) = (await session.asked("response.create", "response.done")).response.output
+    silent = {**spoken.model_dump(), "id": "silent", "content": []}
+    async with talk(gateway.base, **TEXT) as session:
+        for item in (said.model_dump(), spoken.model_dump(), silent):
+            await session.asked("conversation.item.create", "conversation.item.done", item=item)
+        await session.asked("response.create", "response.done")
+    assert chat_of(triton.requests[1]) == [
+        *chat_of(triton.requests[0])[-1:],
+        {"role": "assistant", "content": "Hello, sea."},
+    ]
+
+
 async def test_a_response_aside_has_its_own_input_and_stays_out(triton: FakeTriton, gateway: RunningGateway) -> None:
     async with talk(gateway.base, **TEXT) as session:
         said = await session.say("My name is Molly.")

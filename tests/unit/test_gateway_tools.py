@@ -13,6 +13,9 @@ from pydantic import BaseModel
 
 from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, USER, RunningGateway
+from triton_omni.core.settings import RequestLimits
+from triton_omni.request.chat import Call, TextPart
+from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from unit.test_client_tools import ACCOUNT, CALLS, PIECES, TOOL, calling
 
 AUDIO = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format": "wav"}}
@@ -98,7 +101,7 @@ def test_the_official_client_puts_a_streamed_call_together(gateway: RunningGatew
 class GetWeather(BaseModel):
     """The weather of a city."""
 
-    city: str
+    city: str | None = None
 
 
 def test_the_official_client_s_own_form_of_a_tool_is_taken(triton: FakeTriton, gateway: RunningGateway) -> None:
@@ -115,6 +118,25 @@ def test_calls_and_their_results_go_back_as_they_came(triton: FakeTriton, gatewa
     assert messages_of(triton) == [*USER, asked, result]
     gateway.chat(messages=[*USER, {"role": "assistant", "content": None, "tool_calls": CALLED}, result])
     assert messages_of(triton)[1] == {"role": "assistant", "tool_calls": CALLED}
+
+
+@pytest.mark.parametrize("form", [lambda message: message, lambda message: message.model_dump()], ids=["whole", "dump"])
+@pytest.mark.parametrize("options", [{}, AUDIO], ids=["text", "speech"])
+def test_what_the_official_client_made_of_a_stream_goes_back(
+    triton: FakeTriton, gateway: RunningGateway, options: Any, form: Any
+) -> None:
+    """Its messages have keys of its own, such as each call's place in the stream; the server must take what is left."""
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    with gateway.openai.chat.completions.stream(model=MODEL, messages=USER, tools=[tool], **options) as stream:
+        said = stream.get_final_completion().choices[0].message
+    gateway.chat(messages=[*USER, form(said), {"role": "tool", "tool_call_id": "a", "content": None}])
+    raw = RawRequest(messages=json.dumps(messages_of(triton)).encode())
+    chat = parse_request(raw, RequestLimits(), RequestDefaults()).chat
+    assert [(message.role, *message.parts) for message in chat[1:]] == [
+        ("assistant", TextPart("Wait.")),
+        ("tool", TextPart("")),
+    ]
+    assert chat[1].calls == (Call("get_weather", {"city": "Rome"}), Call("get_weather", {}))
 
 
 def test_a_spoken_reply_with_calls_can_be_named_by_its_id(triton: FakeTriton, gateway: RunningGateway) -> None:
@@ -154,7 +176,7 @@ def test_the_server_s_refusals_name_the_caller_s_key(
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
         ({"tools": [TOOL], "ignore_eos": True, "max_tokens": 3}, "ignore_eos", "cannot be given with 'tools'"),
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "messages[0].tool_calls", "valid array"),
-        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content", "Missing required"),
+        ({"messages": [{"role": "tool", "content": 5}]}, "messages[0].content", "5 should be a valid"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "'tool'"),
         ({"functions": []}, "functions", "Unknown parameter"),
     ],

@@ -149,6 +149,11 @@ def test_every_role_is_rendered_where_it_stands(roles):
     assert RENDERER.render(chat) == ids_of_whole(chat)
 
 
+def test_a_reply_follows_one_that_says_nothing():
+    chat = [SYSTEM, user("Hi"), Message("assistant", (TextPart(""),))]
+    assert RENDERER.render(chat) == ids_of_whole(chat)
+
+
 def test_a_custom_system_prompt_is_honoured():
     assert RENDERER.render([SYSTEM, user("Hi")]) == ids_of_whole([SYSTEM, user("Hi")])
 

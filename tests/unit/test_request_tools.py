@@ -165,7 +165,7 @@ def test_calls_and_their_results_are_turns_of_the_chat() -> None:
     results = [{"role": "tool", "tool_call_id": "call_1", "content": "sunny"}, {"role": "tool", "content": ""}]
     request = parse([USER, asked, *results], tools=[WEATHER])
     assert request.chat[1:] == (
-        Message("assistant", (), (Call("get_weather", {"city": "Rome"}), Call("hang_up", {}))),
+        Message("assistant", (TextPart(""),), (Call("get_weather", {"city": "Rome"}), Call("hang_up", {}))),
         Message("tool", (TextPart("sunny"),)),
         Message("tool", (TextPart(""),)),
     )
@@ -193,12 +193,12 @@ def test_arguments_that_are_no_object_are_taken_as_they_were_written(arguments: 
     [
         ({"role": "user", "content": "x", "tool_calls": [call()]}, r"tool_calls: only messages of the role assistant"),
         ({"role": "user", "content": "x", "tool_call_id": "1"}, r"tool_call_id: belongs to messages of the role tool"),
-        ({"role": "tool"}, r"content: must be a string or an array of parts \(got null\)"),
+        ({"role": "tool", "content": {}}, r"content: must be a string or an array of parts \(got an object"),
         (
             {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "data:;base64,YQ=="}}]},
             r"content: media are allowed only in messages of the role",
         ),
-        ({"role": "assistant"}, r"content: must be a string or an array of parts \(got null\)"),
+        ({"role": "assistant", "content": 0}, r"content: must be a string or an array of parts \(got 0\)"),
         ({"role": "assistant", "tool_calls": [{}]}, r"tool_calls\[0\]\.function: is required"),
         ({"role": "assistant", "tool_calls": [call("a b")]}, r"tool_calls\[0\]\.function\.name: must have 1 to 64"),
         (

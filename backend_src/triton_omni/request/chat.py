@@ -22,6 +22,8 @@ from triton_omni.session.engine import MAX_CALLS
 MediaKind = Literal["image", "audio", "video"]
 Role = Literal["system", "user", "assistant", "tool"]
 
+_MAY_BE_EMPTY = ("assistant", "tool")
+"""Roles whose messages may say nothing: replies and results are sent back as they came."""
 MAX_URL_HEADER = 1024
 """Characters of a data URI before its data."""
 
@@ -122,12 +124,16 @@ _PART_SCHEMAS: Mapping[str, type[StrictModel]] = {
 class _CalledFunction(StrictModel):
     name: str
     arguments: str
+    parsed_arguments: object = None
+    """What OpenAI's client makes of the arguments; of no effect."""
 
 
 class _ToolCall(StrictModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _CalledFunction
+    index: int | None = None
+    """Its place in the stream that it came in; of no effect."""
 
 
 class _Turn(StrictModel):
@@ -189,8 +195,8 @@ class _ChatParser:
 
     def _check_whole(self, chat: tuple[Message, ...]) -> None:
         last = chat[-1]
-        says_something = last.calls or any(isinstance(part, MediaPart) or part.text for part in last.parts)
-        if last.role != "tool" and not says_something:
+        says_something = any(isinstance(part, MediaPart) or part.text for part in last.parts)
+        if last.role not in _MAY_BE_EMPTY and not says_something:
             raise BadRequest(f"messages[{len(chat) - 1}].content: is empty")
         if self._media_used != len(self._media):
             raise BadRequest(
@@ -202,13 +208,12 @@ class _ChatParser:
         path = f"messages[{index}]"
         turn = validate(_Turn, item, path)
         calls = _calls(turn, path)
-        if calls and turn.content is None:
-            return Message(turn.role, (), calls)
-        if isinstance(turn.content, str):
-            return Message(turn.role, (self._text(turn.content),), calls)
-        if not isinstance(turn.content, list) or not turn.content:
-            raise BadRequest(f"{path}.content: must be a string or an array of parts (got {shown(turn.content)})")
-        parts = tuple(self._part(part, f"{path}.content[{place}]") for place, part in enumerate(turn.content))
+        content = "" if turn.role in _MAY_BE_EMPTY and turn.content in (None, []) else turn.content
+        if isinstance(content, str):
+            return Message(turn.role, (self._text(content),), calls)
+        if not isinstance(content, list) or not content:
+            raise BadRequest(f"{path}.content: must be a string or an array of parts (got {shown(content)})")
+        parts = tuple(self._part(part, f"{path}.content[{place}]") for place, part in enumerate(content))
         if turn.role != "user" and any(isinstance(part, MediaPart) for part in parts):
             raise BadRequest(f"{path}.content: media are allowed only in messages of the role user (got {turn.role})")
         return Message(turn.role, parts, calls)

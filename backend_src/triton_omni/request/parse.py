@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import Lead, RequestLimits, Solver
 from triton_omni.request.chat import MediaPart, Message, chat_of_text, parse_messages
 from triton_omni.request.schema_limits import check_schema_limits
-from triton_omni.request.strict_json import StrictModel, compact_json, parse_json, shown, validate
+from triton_omni.request.strict_json import StrictModel, compact_json, parse_json, shown, validate, without_nulls
 from triton_omni.request.tools import NO_CALLS, ToolParameters, Tools, read_tools
 from triton_omni.session.engine import Sampling, StreamOptions, ToolRules
 
@@ -58,7 +58,7 @@ class ThinkerOptions(StrictModel):
     repetition_penalty: Penalty = 1.0
     presence_penalty: AdditivePenalty = 0.0
     frequency_penalty: AdditivePenalty = 0.0
-    logit_bias: dict[str, Bias] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(without_nulls)] = Field(default_factory=dict)
     """By token id in decimal, since JSON has no other keys."""
     stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
     """The reply's text ends before the first of these strings."""
@@ -296,8 +296,8 @@ def _timeout_s(raw: RawRequest, parameters: _Parameters, defaults: RequestDefaul
 
 def _parse_parameters(raw: bytes | None, limits: RequestLimits, defaults: RequestDefaults) -> _Parameters:
     name = "sampling_parameters"
-    tree = {} if not raw else parse_json(raw, name, max_bytes=MAX_PARAMETERS_BYTES)
-    parameters = validate(_Parameters, tree, name)
+    tree = parse_json(raw or b"null", name, max_bytes=MAX_PARAMETERS_BYTES)
+    parameters = validate(_Parameters, {} if tree is None else tree, name)
     if "text" not in parameters.modalities or len(set(parameters.modalities)) < len(parameters.modalities):
         raise BadRequest(f'{name}.modalities: must be ["text"] or ["text", "audio"] (got {parameters.modalities})')
     _check_lengths(parameters.thinker, defaults.max_thinker_tokens, f"{name}.thinker")
@@ -355,8 +355,6 @@ def _check_stop(stop: list[str], limits: RequestLimits, path: str) -> None:
 
 def _check_schema(options: ThinkerOptions, limits: RequestLimits, path: str) -> None:
     if options.json_schema is None:
-        if "json_schema" in options.model_fields_set:
-            raise BadRequest(f"{path}.json_schema: must be an object (got null); leave the key out to ask for any text")
         return
     if options.min_tokens:
         raise BadRequest(f"{path}.min_tokens: must be 0 beside json_schema, which says when the reply may end")

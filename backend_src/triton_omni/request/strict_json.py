@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from triton_omni.core.errors import BadRequest, TooLarge
@@ -34,10 +34,21 @@ _IN_JSON = {"a list": "an array", "a mapping": "an object"}
 _PLAIN_KEY = re.compile(rf"[A-Za-z0-9_]{{1,{SHOWN_CHARACTERS}}}")
 
 
+def without_nulls(tree: Any) -> Any:
+    """An object without its keys that are null; any other value as it is."""
+    return {key: value for key, value in tree.items() if value is not None} if isinstance(tree, dict) else tree
+
+
 class StrictModel(BaseModel):
-    """No coercion (a bool is no int), no unknown key, finite numbers only."""
+    """No coercion (a bool is no int), no unknown key, finite numbers only. A key that is null counts as not given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        """Leave out what is null, also of an unknown key: programs send all keys that they know."""
+        return without_nulls(given)
 
 
 def compact_json(tree: object) -> str:

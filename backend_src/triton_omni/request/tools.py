@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints
 from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.schema_limits import check_schema_limits, subschemas
-from triton_omni.request.strict_json import StrictModel, compact_json, shown, validate
+from triton_omni.request.strict_json import StrictModel, compact_json, shown, validate, without_nulls
 from triton_omni.session.engine import MAX_CALLS, Function, ToolRules
 
 NAME: Final = r"^[A-Za-z0-9_-]{1,64}$"
@@ -59,7 +59,7 @@ class Tools:
     """Checked tools of a request."""
 
     listed: tuple[dict[str, Any], ...]
-    """The tools as they came, for the prompt."""
+    """The tools as they came, for the prompt, but for keys that are null; null inside a schema is data."""
     rules: ToolRules
 
 
@@ -96,7 +96,8 @@ def read_tools(given: ToolParameters, limits: RequestLimits, root: str) -> Tools
         may_speak=mode in ("auto", "none"),
         max_calls=0 if mode == "none" else most,
     )
-    return Tools(tuple(given.tools), rules)
+    listed = ({**without_nulls(tool), "function": without_nulls(tool["function"])} for tool in given.tools)
+    return Tools(tuple(listed), rules)
 
 
 def check_name(name: str, path: str) -> None:

@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictStr
+from pydantic import BeforeValidator, Field, StrictStr
 
 from triton_omni_gateway.errors import GatewayError, bad_request
-from triton_omni_gateway.schemas import MAX_ITEMS, parse
+from triton_omni_gateway.schemas import MAX_ITEMS, parse, without_nulls
 
 from .config import AnyConfig, Json, Modality, ResponseAudio, ResponseOptions, Strict
 
@@ -113,7 +113,7 @@ class ResponseParameters(ResponseOptions):
     audio: ResponseAudio = ResponseAudio()
     conversation: Literal["auto", "none"] = "auto"
     input: Annotated[list[GivenItem], Field(max_length=MAX_ITEMS)] | None = None
-    metadata: dict[str, StrictStr] | None = None
+    metadata: Annotated[dict[str, StrictStr], BeforeValidator(without_nulls)] | None = None
     prompt: None = None
     reasoning: None = None
 

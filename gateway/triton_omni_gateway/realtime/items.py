@@ -274,7 +274,7 @@ def made_item(given: GivenItem, ear: Ear, path: str) -> AnyItem:
         raise bad_request(said, param=f"{path}.type", code="invalid_value")
     asked = needed(given, "role", path)
     role = cast(Role, "system" if asked == "developer" else asked)
-    if not given.content:
+    if not given.content and role != "assistant":
         said = f"Missing required parameter: '{path}.content': a message has at least one part."
         raise bad_request(said, param=f"{path}.content", code="missing_required_parameter")
     content = [_content(part, role, f"{path}.content[{place}]", ear) for place, part in enumerate(given.content)]
