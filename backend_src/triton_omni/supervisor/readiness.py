@@ -12,13 +12,13 @@ is told last. This module knows no process and no signal.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from triton_omni.core.arguments import say
 from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.model_control import ModelControlError
 
@@ -122,15 +122,15 @@ class Readiness:
                 thread.join(timeout_s)
 
     def _say(self, ready: bool) -> None:
-        say = say_ready if ready else say_unready
+        tell = say_ready if ready else say_unready
         try:
-            say(self._control, self._repository, _STANDSTILL_MODEL)
+            tell(self._control, self._repository, _STANDSTILL_MODEL)
         except (ModelControlError, OSError) as error:
             # The next `tell` tries again. A failure that lasts is counted each time and reported once.
             self.on_fault()
             if str(error) != self._failure:
                 wanted = "ready" if ready else "not ready"
-                print(f"readiness: the server could not be made {wanted}: {error}", file=sys.stderr, flush=True)
+                say(f"readiness: the server could not be made {wanted}: {error}")
             self._failure = str(error)
             return
         self._said, self._failure = ready, ""

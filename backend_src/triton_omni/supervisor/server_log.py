@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from triton_omni.core.arguments import say
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.readiness import NO_BACKEND
 
@@ -220,7 +221,7 @@ class ServerLog:
             if not self._told:
                 self._told = True
                 what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
-                print(f"{what}: lines are lost, the server goes on", file=sys.stderr, flush=True)
+                say(f"{what}: lines are lost, the server goes on")
 
 
 def _own(path: Path) -> IO[str]:
