@@ -336,8 +336,10 @@ class StageRestarter:
     def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
         # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
         self._board.set_word(HELD, 1, stage)
-        with contextlib.suppress(ModelControlError):  # a model that is out of service already
+        try:
             self._control.unload(MODELS[stage])
+        except ModelControlError as reason:  # Triton refuses no model that is out of service already
+            say(f"{stage}: it could not be unloaded: {reason}")
         while not self._stopping.is_set():
             if watched.starts.are_exhausted():
                 self.failure = watched.starts.sentence(stage, cause)
