@@ -218,16 +218,16 @@ class ServerRun:
         version = server_version(address(own_host(config.host), self.launch.ports["http"]))
         if config.stall_guard and (warning := guard_warning(version)) is not None:
             say(f"warning: {warning}")
-        # A server without stages has no table, and one that ended meanwhile is told by `check`.
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._board = StageBoard(ledger_name(self.process.pid))
-            tell = None
-            if self._readiness is not None:
-                tell, self._readiness.on_fault = self._readiness.set_ready, self._board.count_fault
-            self._restarter = StageRestarter(
-                self._board, self.launch.control, self._policy(version), tell, self._end_at_once
-            )
-            self._restarter.start()
+        except FileNotFoundError:  # a server without stages has no table, and one that ended is told by `check`
+            return
+        tell = None
+        if self._readiness is not None:
+            tell, self._readiness.on_fault = self._readiness.set_ready, self._board.count_fault
+        policy = self._policy(version)
+        self._restarter = StageRestarter(self._board, self.launch.control, policy, tell, self._end_at_once)
+        self._restarter.start()
 
     def check(self) -> None:
         """See whether the server, once ready, goes on or was ended for a death; replace its guard where that is gone.
