@@ -52,8 +52,8 @@ from triton_omni.vllm_hooks.kernels.draw import fused_draw
 from triton_omni.vllm_hooks.kernels.step_copy import DrawnIds, fetch
 from triton_omni.vllm_hooks.kernels.talker_draw import Rules, draw
 from triton_omni.vllm_hooks.kernels.talker_step import Layout, Memory, begin_step
-from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.draw import Setting
+from triton_omni.vllm_hooks.talker.rows import Column
 
 HALF, BRAIN, FLOAT, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 

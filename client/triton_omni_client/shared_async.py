@@ -12,7 +12,9 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.utils.shared_memory import SharedMemoryException  # type: ignore[import-untyped]
 
+from .errors import OmniClientError
 from .messages import Tensor
 from .protocol import MAX_MESSAGE_BYTES, channel_options
 from .shared_media import SharedMedia
@@ -67,12 +69,13 @@ def _made(stub: Any, tensor: Tensor) -> SharedMedia | Exception:
     """The region, or what went wrong: a future's own error that a cancelled task never takes would be complained of."""
     try:
         return SharedMedia(stub, tensor)
-    except Exception as error:  # noqa: BLE001 - raised where it is asked for
+    # A ValueError is gRPC's for a channel that was closed meanwhile.
+    except (OmniClientError, SharedMemoryException, OSError, ValueError) as error:
         return error
 
 
 def _release_made(made: Future[SharedMedia | Exception]) -> None:
-    if isinstance(found := made.result(), SharedMedia):
+    if made.exception() is None and isinstance(found := made.result(), SharedMedia):
         found.release()
 
 

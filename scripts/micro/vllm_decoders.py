@@ -28,7 +28,7 @@ from triton_omni.vllm_hooks.shared.engine_args import (
     build_engine_args,
     resolve_dtype,
 )
-from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
+from triton_omni.vllm_hooks.thinker.quantization import quantization_arguments
 
 from .decoding import TOKENS_OF_A_STEP, Mode, longest_sequence
 from .plan import Plan

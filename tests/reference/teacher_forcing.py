@@ -24,7 +24,7 @@ from triton_omni.checkpoint.facts import FourBit
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.core.settings import EngineSettings, TalkerEngineSettings, TalkerSettings, ThinkerSettings
 from triton_omni.session.engine import Sampling, TalkerPrompt, ThinkerPrompt
-from triton_omni.vllm_hooks.talker.columns import Column
+from triton_omni.vllm_hooks.talker.rows import Column
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = 256
@@ -153,8 +153,7 @@ class Tape:
 
 def tape_steps(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """Have every step that is made from here on keep a tape; the latest engine's is the last of the list."""
-    from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
-    from triton_omni.vllm_hooks.talker.step import TalkerStep
+    from triton_omni.vllm_hooks.talker.step import FusedTalkerStep, TalkerStep
 
     tapes: list[Tape] = []
     make, draw = TalkerStep.__init__, TalkerStep.draw

@@ -182,7 +182,7 @@ def test_the_talker_is_that_of_the_plain_checkpoint(pair: Pair) -> None:
     ],
 )
 def test_what_four_bits_exclude_is_refused(settings: dict[str, Any], dtype: torch.dtype, message: str) -> None:
-    from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
+    from triton_omni.vllm_hooks.thinker.quantization import quantization_arguments
 
     given = ThinkerSettings(prefix_caching=False, **settings)
     with pytest.raises(SettingsError, match=message):
@@ -195,7 +195,7 @@ def test_a_gpu_that_is_too_old_is_refused(
 ) -> None:
     from vllm.platforms.interface import DeviceCapability
 
-    from triton_omni.vllm_hooks.shared import quantization
+    from triton_omni.vllm_hooks.thinker import quantization
 
     found = DeviceCapability(*capability)
     monkeypatch.setattr(quantization.current_platform, "get_device_capability", lambda _index: found, raising=False)
@@ -209,7 +209,7 @@ def test_a_gpu_that_is_too_old_is_refused(
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="of the CPU's kernel")
 def test_a_cpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton_omni.vllm_hooks.shared import quantization
+    from triton_omni.vllm_hooks.thinker import quantization
 
     monkeypatch.setattr(torch.ops, "_C", object())
     with pytest.raises(SettingsError, match="device: this CPU has no AVX-512, the checkpoint's 4-bit weights"):
@@ -218,7 +218,7 @@ def test_a_cpu_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_device_that_is_not_vllm_s_is_not_told_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's arguments refuse it, by what it is."""
-    from triton_omni.vllm_hooks.shared import quantization
+    from triton_omni.vllm_hooks.thinker import quantization
 
     monkeypatch.setattr(torch.ops, "_C", object())
     monkeypatch.setattr(quantization.current_platform, "device_type", "cuda")

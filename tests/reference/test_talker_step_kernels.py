@@ -28,10 +28,8 @@ SETTINGS = [
 
 def make_step(fused: bool) -> Any:
     """A step with sequences in the middle of their replies, always the same."""
-    from triton_omni.vllm_hooks.talker.columns import Column
-    from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
-    from triton_omni.vllm_hooks.talker.rows import TalkerRows
-    from triton_omni.vllm_hooks.talker.step import TalkerStep
+    from triton_omni.vllm_hooks.talker.rows import Column, TalkerRows
+    from triton_omni.vllm_hooks.talker.step import FusedTalkerStep, TalkerStep
 
     random = torch.Generator().manual_seed(0)
     tail = torch.randn(2, WIDTH, generator=random).to(DEVICE)
@@ -136,7 +134,7 @@ def test_a_sequence_with_what_is_not_finite_draws_the_mask_id_alone() -> None:
 
 def test_what_was_drawn_before_stays_where_a_sequence_waits() -> None:
     """Its place is told the slot of nobody."""
-    from triton_omni.vllm_hooks.talker.columns import Column
+    from triton_omni.vllm_hooks.talker.rows import Column
 
     def finish(step: Any) -> dict[str, Tensor]:
         step.index[1, Column.SLOT] = step.rows.idle_slot
@@ -151,7 +149,7 @@ def test_what_was_drawn_before_stays_where_a_sequence_waits() -> None:
 @pytest.mark.usefixtures("few_groups")
 def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
     """A sort keeps some of them by their place; half-precision logits are often equal."""
-    from triton_omni.vllm_hooks.talker.columns import Column
+    from triton_omni.vllm_hooks.talker.rows import Column
 
     step, draws = make_step(fused=True), 8
     assert SETTINGS[2].top_k == 5
@@ -170,7 +168,7 @@ def test_ids_as_likely_as_the_last_kept_are_all_kept() -> None:
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_last_code_and_the_ids_behind_it_have_their_places_in_the_distribution(fused: bool) -> None:
-    from triton_omni.vllm_hooks.talker.columns import Column
+    from triton_omni.vllm_hooks.talker.rows import Column
 
     step, wanted = make_step(fused), [0, SPEAKABLE - 1, IDS.pad, IDS.eos]
     step.rows.used.zero_()

@@ -28,7 +28,7 @@ def engine_args() -> Any:
 
 @pytest.fixture(scope="module")
 def quantization() -> Any:
-    from triton_omni.vllm_hooks.shared import quantization
+    from triton_omni.vllm_hooks.thinker import quantization
 
     return quantization
 

@@ -16,6 +16,7 @@ from triton_omni.core.settings import RequestLimits
 from triton_omni.request import parse as backend_request
 from triton_omni.request.parse import RawRequest, RequestDefaults, parse_request
 from triton_omni.session import answer
+from triton_omni.token2wav import open_session
 from triton_omni_client import Media, MediaOptions, Request, TalkerOptions, ThinkerOptions, Token2WavOptions, errors
 from triton_omni_client.audio import SAMPLE_RATE, WavDecoder, pcm16_from_waveform, wav_header
 from triton_omni_client.messages import Tensor
@@ -154,7 +155,7 @@ def test_the_backend_accepts_a_plain_question() -> None:
 
 def test_both_round_a_waveform_to_the_same_bytes() -> None:
     waveform = torch.linspace(-1.1, 1.1, 200_001)
-    assert pcm16_from_waveform(waveform.numpy()) == answer.to_pcm16(waveform)
+    assert pcm16_from_waveform(waveform.numpy()) == open_session.to_pcm16(waveform)
 
 
 @pytest.mark.parametrize("num_samples", [None, 3])

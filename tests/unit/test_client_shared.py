@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from triton_omni_client import (
     Reply,
     Request,
     Stream,
+    shared_async,
     shared_media,
 )
 
@@ -263,3 +265,19 @@ async def test_a_task_that_is_cancelled_while_its_media_are_shared_leaves_nothin
             await task
         left.set()
     assert (len(triton.contents), triton.registered, files(), triton.requests) == (1, set(), [], [])
+
+
+@pytest.mark.parametrize(("fault", "kept"), [(ValueError("the channel is closed"), True), (TypeError("a bug"), False)])
+def test_only_what_may_go_wrong_is_kept_for_who_asks(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, kept: bool
+) -> None:
+    """What nobody expects is the future's own error, of which asyncio complains where nobody asks."""
+
+    def failing(*_: Any) -> Any:
+        raise fault
+
+    monkeypatch.setattr(shared_media, "_filled", failing)
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(shared_async._made, None, shared_media.Tensor("media", "BYTES", (1,), b"x"))
+        assert (made.exception() is None) == kept
+        assert fault in (made.exception(), None if made.exception() else made.result())

@@ -222,3 +222,11 @@ def test_metrics_go_on_after_a_failure_and_the_log_has_each_once(published, pb_u
     rounds(stats)
     rounds(stats)
     assert caplog.text.count("metrics could not be published") == 2
+
+
+def test_a_failure_that_lasts_is_logged_again(published, pb_utils, stats, caplog, monkeypatch):
+    monkeypatch.setattr(metrics, "REMINDER_ROUNDS", 3)
+    rounds(stats)
+    gauge(pb_utils, "omni_sessions").fault = RuntimeError("no room")
+    stats.now = StageStats(9, 0, 0, 0, 0, 0)
+    wait_for(lambda: caplog.text.count("metrics could not be published") >= 3)

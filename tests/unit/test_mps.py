@@ -165,7 +165,7 @@ def test_gpus_chosen_by_index_are_left_to_the_clients(
 
 
 def test_a_daemon_that_does_not_quit_is_killed_with_its_servers(
-    record: Record, monkeypatch: pytest.MonkeyPatch
+    record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MPS_BEHAVIOUR", "deaf")
     tell = mps._tell
@@ -181,6 +181,8 @@ def test_a_daemon_that_does_not_quit_is_killed_with_its_servers(
         assert is_running(record.daemon())
     assert record.events()[-1] == "quit"
     assert record.nothing_is_left()
+    said = "warning: nvidia-cuda-mps-control did not quit within 0.3 s and is ended by force\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_daemon_that_has_died_is_no_error_at_the_end(record: Record) -> None:

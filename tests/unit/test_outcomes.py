@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from triton_omni.core.errors import BadRequest, DeadlineExceeded, ErrorCode, InternalError, Overloaded, StageName
 from triton_omni.core.metrics import LEAKED_AFTER_S, POWERS, SECONDS, Histogram, LeakWatch
 from triton_omni.link.receiver import BOUNDS_S
-from triton_omni.session.outcome import Outcome, OutcomeCounter, RequestOutcome
+from triton_omni.session.outcome import Outcome, RequestOutcome
+from triton_omni.thinker.request_metrics import OutcomeCounter
 
 ENDINGS = st.builds(
     RequestOutcome, st.none() | st.sampled_from(get_args(ErrorCode)), st.sampled_from(get_args(StageName))

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_omni.session.answer import WAV_HEADER_BYTES, to_base64, to_pcm16, wav_header, whole_groups
+from triton_omni.session.answer import WAV_HEADER_BYTES, to_base64, wav_header
+from triton_omni.token2wav.open_session import to_pcm16, whole_groups
 
 RATE = 24000
 

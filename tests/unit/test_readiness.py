@@ -24,6 +24,7 @@ class Triton:
         self.repository = repository
         self.calls: list[tuple[str, str]] = []
         self.refusals = 0
+        self.is_gone = False
         self.may_answer = threading.Event()
         self.may_answer.set()
 
@@ -31,8 +32,11 @@ class Triton:
         assert self.may_answer.wait(IN_TIME_S)
         config = (self.repository / model / "config.pbtxt").read_text()
         self.calls.append(("load", config))
+        if self.is_gone:
+            raise ModelControlError("failed to connect to all addresses")
         if 'backend: "python"' not in config:
-            raise ModelControlError("unable to find backend library for backend 'none'")
+            refusal = "Invalid argument: unable to find backend library for backend 'none', try specifying runtime"
+            raise ModelControlError(f"load failed for model '{model}': version 1 is at UNAVAILABLE state: {refusal}")
         assert "class TritonPythonModel" in (self.repository / model / "1" / "model.py").read_text()
         if self.refusals:
             self.refusals -= 1
@@ -96,6 +100,32 @@ def test_what_triton_refused_is_said_again_and_reported_once(
     said = "readiness: the server could not be made ready: no more processes\n"
     assert capsys.readouterr().err == said
     assert len(faults) == 2
+
+
+def test_a_server_that_could_not_be_made_unready_is_told_again_and_that_reported(
+    triton: Triton, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only Triton's refusal of the backend says that it is unready: a Triton that is not there says nothing."""
+    readiness, faults = Readiness(triton, triton.repository), []
+    readiness.on_fault = lambda: faults.append(1)
+    triton.is_gone = True
+    for is_gone in (True, True, False, False):
+        triton.is_gone = is_gone
+        readiness.set_ready(False)
+        readiness.join(IN_TIME_S)
+    assert triton.loads() == [False, False, False]
+    assert len(faults) == 2
+    said = "readiness: the server could not be made not ready: failed to connect to all addresses\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_end_that_could_not_be_told_is_reported(triton: Triton, capsys: pytest.CaptureFixture[str]) -> None:
+    readiness = Readiness(triton, triton.repository)
+    triton.is_gone = True
+    readiness.end()
+    readiness.join(IN_TIME_S)
+    said = "readiness: the server could not be made not ready: failed to connect to all addresses\n"
+    assert capsys.readouterr().err == said
 
 
 def test_who_tells_does_not_wait_for_triton(triton: Triton) -> None:

@@ -46,6 +46,8 @@ class Server:
     """What the restarter says of readiness, each change once."""
     refusals: list[str] = field(default_factory=list)
     """Why the next loads fail."""
+    unload_refusal: str = ""
+    """Why unloads fail; empty = they do not."""
     dying: bool = False
     """Whether a stage dies as soon as it was loaded."""
     leaves: bool = True
@@ -102,6 +104,8 @@ class Server:
     def unload(self, model: str) -> None:
         model = PROCESSES[model]
         self.calls.append(("unload", model))
+        if self.unload_refusal:
+            raise ModelControlError(self.unload_refusal)
         if self.leaves:
             self.processes[model].terminate()
 
@@ -176,6 +180,17 @@ def test_a_killed_stage_is_told_at_once_and_started_again(server: Server, stage:
             assert server.calls == [*told, ("unload", stage), ("load", stage)]
             assert restarter.deaths == deaths * len(told)
     assert restarter.failure is None
+
+
+def test_a_stage_that_could_not_be_unloaded_is_told_and_started_again(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.unload_refusal = "failed to connect to all addresses"
+    with watching(server) as restarter:
+        server.kill("talker")
+        wait_for(lambda: server.loads() == 1 and not restarter.is_restarting)
+    said = capfd.readouterr().err.splitlines()
+    assert said.count("talker: it could not be unloaded: failed to connect to all addresses") == 1
 
 
 @pytest.mark.parametrize("stage", WATCHED)

@@ -450,6 +450,26 @@ def test_what_left_in_messages_before_is_none_of_what_was_placed():
     assert (send_queue.uses_ring, send_queue.placed, send_queue.by_message, send_queue.given) == (True, 2, 6, 8)
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30), st.integers(1, 8), st.integers(0, 3))
+def test_the_ring_gets_each_item_once_and_is_told_of_all(steps, places, by_message):
+    """Each step puts items, and fetches some of those that were told of."""
+    send_queue, put, found, told, fetched = SendQueue(largest=100), by_message, [], 0, 0
+    send_queue.put(rows(0, by_message))
+    take_all(send_queue)
+    for count, most in [*steps, *[(0, 5)] * 40]:
+        send_queue.put(rows(put, count))
+        put += count
+        if batch := send_queue.pop_ring_batch(places - (send_queue.placed - fetched), places, wanted=None):
+            assert (batch.start, batch.by_message) == (len(found), by_message)
+            found += [] if batch.tensor is None else batch.tensor.tolist()
+            assert batch.total == len(found) <= fetched + places
+            told = batch.total if batch.announced else told
+        fetched = min(told, fetched + most)
+    assert found == list(range(by_message, put))
+    assert told == send_queue.placed == len(found)
+    assert take_all(send_queue) == []
+
+
 @pytest.mark.parametrize("item", [0, 1, 3, 4, 5, 9, 10])
 @pytest.mark.parametrize("known_after", range(4))
 def test_items_before_the_next_stage_s_begin_do_not_leave(item, known_after):

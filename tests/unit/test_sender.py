@@ -29,6 +29,13 @@ def waiting(*codes, placed=0, by_message=0):
     return send_queue
 
 
+def carry(ring_writer, key, send_queue, wanted):
+    """As `LinkSender.send` does."""
+    room = ring_writer.room(key, send_queue.placed)
+    if batch := send_queue.pop_ring_batch(room, ring_writer.places, wanted):
+        ring_writer.carry(key, batch)
+
+
 @pytest.fixture
 def ledgers():
     name = f"triton-omni-test-{secrets.token_hex(6)}"
@@ -68,7 +75,7 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
     before_ns = time.monotonic_ns()
     ledgers[1].write(keys[1], FETCHED, 2)
     for key, send_queue in zip(keys, (waiting(5, 6, by_message=9), waiting(7, 8, placed=3)), strict=True):
-        ring_writer.carry(key, send_queue, wanted=None)
+        carry(ring_writer, key, send_queue, wanted=None)
         assert not send_queue.held
     told_ns = time.monotonic_ns()
     assert not ring.memory.any()
@@ -87,11 +94,11 @@ def test_those_of_all_sessions_leave_together_and_are_told_of_with_one_ring(ledg
 
 def test_codes_that_complete_nothing_are_copied_and_not_announced(ledgers, ring, ring_writer):
     key, send_queue = ledgers[0].publish(0), waiting(5)
-    ring_writer.carry(key, send_queue, wanted=2)
+    carry(ring_writer, key, send_queue, wanted=2)
     ring_writer.flush()
     assert ring.memory[0].tolist() == [5, 0, 0, 0]
     assert ledgers[1].count(key, PLACED, "thinker") == send_queue.announced == 0
-    ring_writer.carry(key, send_queue, wanted=1)
+    carry(ring_writer, key, send_queue, wanted=1)
     ring_writer.flush()
     assert ledgers[1].count(key, PLACED, "thinker") == send_queue.announced == 1, "fewer are wanted now"
 
@@ -99,7 +106,7 @@ def test_codes_that_complete_nothing_are_copied_and_not_announced(ledgers, ring,
 def test_the_last_codes_are_announced_whatever_is_wanted(ledgers, ring_writer):
     key, send_queue = ledgers[0].publish(0), waiting(5)
     send_queue.finish_tensors()
-    ring_writer.carry(key, send_queue, wanted=9)
+    carry(ring_writer, key, send_queue, wanted=9)
     ring_writer.flush()
     assert ledgers[1].count(key, PLACED, "thinker") == 1
 
@@ -109,7 +116,7 @@ def test_codes_that_fill_half_of_the_places_are_announced(ledgers, ring_writer):
     key, send_queue = ledgers[0].publish(0), waiting(5)
     found = []
     for code in (6, 7, 8):
-        ring_writer.carry(key, send_queue, wanted=99)
+        carry(ring_writer, key, send_queue, wanted=99)
         ring_writer.flush()
         found.append(ledgers[1].count(key, PLACED, "thinker"))
         send_queue.put(torch.tensor([code], dtype=torch.int32))
@@ -118,26 +125,26 @@ def test_codes_that_fill_half_of_the_places_are_announced(ledgers, ring_writer):
 
 def test_there_is_room_for_what_was_fetched(ledgers, ring_writer):
     key = ledgers[0].publish(0)
-    assert ring_writer.room(key, waiting()) == PLACES
-    assert ring_writer.room(key, waiting(placed=3)) == 1
+    assert ring_writer.room(key, placed=0) == PLACES
+    assert ring_writer.room(key, placed=3) == 1
     ledgers[1].write(key, FETCHED, 2)
-    assert ring_writer.room(key, waiting(placed=3)) == 3
+    assert ring_writer.room(key, placed=3) == 3
     send_queue = waiting(1, 2, 3, 4, placed=3)
     for _ in range(2):
-        ring_writer.carry(key, send_queue, wanted=None)
+        carry(ring_writer, key, send_queue, wanted=None)
         assert (send_queue.placed, send_queue.held) == (6, 1), "there is room for three"
     later = ledgers[0].publish(0)
-    assert ring_writer.room(later, waiting()) == PLACES, "what an earlier session of the slot left counts for nothing"
+    assert ring_writer.room(later, placed=0) == PLACES, "what an earlier session of the slot left counts for nothing"
 
 
 def test_a_slot_beyond_the_ring_has_no_places(ledgers, ring_writer):
     assert ring_writer.has_places(ledgers[0].publish(1))
     beyond = ledgers[0].publish(2)
     assert not ring_writer.has_places(beyond)
-    assert ring_writer.room(beyond, waiting()) == 0
+    assert ring_writer.room(beyond, placed=0) == 0
     send_queue = SendQueue(100)
     send_queue.put(torch.tensor([5], dtype=torch.int32))
-    ring_writer.carry(beyond, send_queue, wanted=None)
+    carry(ring_writer, beyond, send_queue, wanted=None)
     assert (send_queue.uses_ring, send_queue.held) == (False, 1)
 
 
@@ -166,14 +173,14 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
     """The next one would look for it in its own."""
     key = ledgers[0].publish(0)
     send_queue = waiting(5)
-    ring_writer.carry(key, send_queue, wanted=None)
+    carry(ring_writer, key, send_queue, wanted=None)
     ledgers[1].set_word(EPOCH, 2, "talker")
     ring_writer.flush()
     assert not ring.memory.any()
     assert ledgers[1].count(key, PLACED, "thinker") == 0
     ring_writer.find_ring(2 * LOOK_NS - 1)
     assert not ring_writer.has_places(key)
-    assert ring_writer.room(key, waiting()) == 0
+    assert ring_writer.room(key, placed=0) == 0
     later = offer_ring(
         ledgers[1].name, "talker", ledgers[1].word(EPOCH, "talker"), shape=(2, PLACES), dtype=torch.int32, device=CPU
     )

@@ -34,7 +34,7 @@ from triton_omni.supervisor.model_control import ModelControl
 from triton_omni.supervisor.model_folder import ModelFolderError, check_files, model_folder
 from triton_omni.supervisor.model_folder import main as print_model_folder
 from triton_omni.supervisor.options import ServerConfig
-from triton_omni.supervisor.restart import RestartPolicy
+from triton_omni.supervisor.restart import RestartPolicy, StageRestarter
 from triton_omni.supervisor.serve import Supervisor, main, on_signals
 from triton_omni.supervisor.start import memory_pool_bytes, pool_bytes
 from waiting import FOREVER_S, IN_TIME_S, wait_for
@@ -428,6 +428,19 @@ def test_a_stage_that_does_not_stay_ends_the_server_with_one_sentence(
     ) as caught:
         server.run()
     assert "\n" not in str(caught.value)
+
+
+def test_a_watch_that_cannot_begin_is_not_taken_for_a_server_without_stages(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: StageRestarter) -> None:
+        raise FileNotFoundError("/proc/1")
+
+    monkeypatch.setattr(StageRestarter, "start", fail)
+    server = Supervisor(config(repository))
+    server.start()
+    with pytest.raises(FileNotFoundError, match="/proc/1"), one_stage(server):
+        pass
 
 
 def run_until_replaced(server: Supervisor, pid: int) -> None:

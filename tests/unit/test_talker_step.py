@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from triton_omni.session.engine import Sampling, TalkerPrompt
-from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.conditioning import CodecIds
-from triton_omni.vllm_hooks.talker.rows import TalkerRows
+from triton_omni.vllm_hooks.talker.rows import Column, TalkerRows
 from triton_omni.vllm_hooks.talker.step import TalkerStep
 
 IDS = CodecIds(mask=12, pad=10, bos=13, eos=11)

@@ -23,12 +23,13 @@ from fake_pb_utils import PbUtils, Request, TritonError, text_tensor
 from triton_omni.core.errors import BadRequest, InternalError, Overloaded, TooLarge
 from triton_omni.core.settings import UnarySettings
 from triton_omni.session import server_folder
-from triton_omni.session.answer import Answer, call_pieces, to_base64, to_pcm16, wav_header
+from triton_omni.session.answer import Answer, call_pieces, to_base64, wav_header
 from triton_omni.session.engine import CallPiece
 from triton_omni.session.ledger_table import EPOCH, HELD, PID, create_table
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.stub import unary
 from triton_omni.stub.unary import UnaryModel, asked_timeout_s, to_message
+from triton_omni.token2wav.open_session import to_pcm16
 from waiting import IN_TIME_S, wait_for
 
 INFO = json.dumps({"sample_rate": 24000, "seed": 1})

@@ -29,6 +29,7 @@ from triton_omni.checkpoint.facts import FourBit
 from triton_omni.checkpoint.synthetic_config import NAMES, Size, omni_config, split_name, vocabulary
 from triton_omni.checkpoint.synthetic_text import write_speakers, write_text_files
 from triton_omni.checkpoint.synthetic_weights import WeightRules, is_four_bit, pack, quantization_config
+from triton_omni.core.arguments import say
 from triton_omni.core.cache_folder import cache_folder
 
 if TYPE_CHECKING:
@@ -230,10 +231,6 @@ def _draw(planned: PlannedTensor, rules: WeightRules, device: torch.device) -> d
     return {name: tensor.cpu() for name, tensor in drawn.items()}
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m triton_omni.checkpoint.synthetic", description=__doc__)
@@ -244,7 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     if given.out is None:
-        sys.stdout.write(f"{ensure_checkpoint(given.size, progress=_tell)}{os.linesep}")
+        sys.stdout.write(f"{ensure_checkpoint(given.size, progress=say)}{os.linesep}")
         return
     dtype = _DTYPES[given.dtype] if given.dtype else None
     size, four_bit = split_name(given.size)
@@ -255,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
         four_bit=four_bit,
         dtype=dtype,
         device=given.device,
-        progress=_tell,
+        progress=say,
     )
     sys.stdout.write(f"{given.out}{os.linesep}")
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line parsing that all commands share: one-line refusals with the value and the allowed range."""
+"""What all commands share: one-line refusals with the value and the allowed range, and lines on standard error."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
+import sys
 from typing import NoReturn
 
 USAGE = 2
@@ -53,3 +54,8 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is not in 0..65535")
     return int(text)
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, for whoever runs the command; at once, also where that is a file."""
+    print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,22 @@ class Batch:
     ready: torch.cuda.Event | None = None
     tensors_done: bool = False
     last: bool = False
+
+
+class RingBatch(NamedTuple):
+    """What a queue gives to the ring at once."""
+
+    start: int
+    """Items of the session that left by the ring before."""
+    tensor: Tensor | None
+    """The next ones; None = no new ones, since there is no room or none waits."""
+    ready: torch.cuda.Event | None
+    total: int
+    """`start`, and what `tensor` has."""
+    by_message: int
+    """Items that left in messages before."""
+    announced: bool
+    """True if the next stage is to be told of all of them."""
 
 
 @dataclass
@@ -209,6 +225,32 @@ class SendQueue:
             # The next stage has what it wanted, and has not yet said what it wants next.
             return self.given < wanted <= self.given + self.held
         return not is_early
+
+    def pop_ring_batch(self, room: int, places: int, wanted: int | None) -> RingBatch | None:
+        """Return what the ring is to carry now; None = nothing. The first of them switches the queue to the ring.
+
+        Items leave as soon as there is room. The next stage is told of them once they complete the wanted ones, are the
+        last, or fill half of the places.
+
+        Args:
+            room: items that the session's places in the ring still take; 0 also where it has none.
+            places: of each session in the ring; 0 = there is no ring.
+            wanted: as `pop_batch` has it.
+        """
+        if not self.uses_ring and (self.given < self.start or room <= 0):
+            return None
+        self.use_ring()
+        start, tensor, ready = self.placed, None, None
+        if self.held and room > 0:
+            tensor, ready = self.pop_items(room)
+        unknown = self.given - self.announced
+        is_wanted = wanted is None or self.announced < wanted <= self.given
+        announced = unknown > 0 and (is_wanted or self.all_left or 2 * unknown >= places > 0)
+        if announced:
+            self.announced = self.given
+        if tensor is None and not announced:
+            return None
+        return RingBatch(start, tensor, ready, self.placed, self.by_message or 0, announced)
 
     def pop_items(self, most: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Return the next items, `most` of them, and the event after which they may be read. Some must be held."""

@@ -19,7 +19,7 @@ from triton_omni.core.errors import StageName
 from triton_omni.core.gpu import await_side_stream, on_side_stream
 from triton_omni.core.metrics import Metric
 from triton_omni.link.ring import DoorbellRinger, Ring, RingError, open_ring
-from triton_omni.link.send_queue import Batch, SendQueue
+from triton_omni.link.send_queue import Batch, RingBatch, SendQueue
 from triton_omni.session.answer import Sent
 from triton_omni.session.ledger import Placed, SessionLedger
 from triton_omni.session.ledger_table import CONSUMED, EPOCH, FETCHED
@@ -92,7 +92,9 @@ class LinkSender(Generic[SessionT, MessageT]):
         for session in sessions:
             queue = session.send_queue
             if queue.held or queue.announced < queue.given:
-                self.ring.carry(session.key, queue, self._wanted_of(session))
+                room = self.ring.room(session.key, queue.placed)
+                if batch := queue.pop_ring_batch(room, self.ring.places, self._wanted_of(session)):
+                    self.ring.carry(session.key, batch)
         self.ring.flush()
         for session in sessions:
             if not session.send_queue.idle:
@@ -172,27 +174,21 @@ class RingWriter:
         """Return True if the session has places in a ring."""
         return self._ring is not None and key.slot < self._ring.slots
 
-    def carry(self, key: SessionKey, queue: SendQueue, wanted: int | None) -> None:
-        """Queue as many items as fit into the session's places, and a note once the next stage can use them. The note
-        leaves when they complete the `wanted` items, are the last, or fill half of the places.
-        """
-        if not queue.uses_ring and (queue.given < queue.start or not self.has_places(key)):
-            return
-        queue.use_ring()
-        if queue.held and (room := self.room(key, queue)) > 0:
-            start = queue.placed
-            self._copies.append(_Copy(key.slot, start, *queue.pop_items(room)))
-        unknown = queue.given - queue.announced
-        is_wanted = wanted is None or queue.announced < wanted <= queue.given
-        if unknown and (is_wanted or queue.all_left or self._fill_half(unknown)):
-            queue.announced = queue.given
-            self._notes.append((key, Placed(queue.placed, queue.by_message or 0, time.monotonic_ns())))
+    @property
+    def places(self) -> int:
+        """Places of a session in the ring; 0 = there is no ring."""
+        return 0 if self._ring is None else self._ring.places
 
-    def room(self, key: SessionKey, queue: SendQueue) -> int:
-        """Return how many items of the session still fit into its places."""
-        if self._ring is None or not self.has_places(key):
-            return 0
-        return self._ring.places - (queue.placed - self._ledger.count(key, FETCHED, self._to))
+    def room(self, key: SessionKey, placed: int) -> int:
+        """Return how many items of the session still fit into its places, which have taken `placed` so far."""
+        return self.places - (placed - self._ledger.count(key, FETCHED, self._to)) if self.has_places(key) else 0
+
+    def carry(self, key: SessionKey, batch: RingBatch) -> None:
+        """Take a session's items and note for the next `flush`."""
+        if batch.tensor is not None:
+            self._copies.append(_Copy(key.slot, batch.start, batch.tensor, batch.ready))
+        if batch.announced:
+            self._notes.append((key, Placed(batch.total, batch.by_message, time.monotonic_ns())))
 
     def flush(self) -> None:
         """Copy the queued items of all sessions at once, then notify the next stage.
@@ -223,9 +219,6 @@ class RingWriter:
         """The ring, unless its owner is gone: another process would look for items in a ring of its own."""
         ring = self._ring
         return ring if ring is not None and ring.epoch == self._ledger.word(EPOCH, self._to) else None
-
-    def _fill_half(self, count: int) -> bool:
-        return self._ring is not None and 2 * count >= self._ring.places
 
     def _copy(self, ring: Ring, copies: list[_Copy]) -> None:
         places: list[Tensor] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Response to a client: one part of a stream, or a whole reply; and its sound as 16-bit PCM or WAV.
+"""Response to a client: one part of a stream, or a whole reply; and the form of its sound.
 
 torch is imported for no more than its types: who puts a whole reply together is of numpy alone.
 """
@@ -62,17 +62,10 @@ class Answer:
 # --- sound ------------------------------------------------------------------------------------------------------------
 
 
-PCM16_PEAK = 32767
 WAV_HEADER_BYTES = 44
 # RIFF has no length that means "until the end": sox writes and reads this one so, and the other readers find the file's
 # end before it.
 _UNKNOWN_LENGTH = 0x7FFFF000
-
-
-def to_pcm16(samples: Tensor) -> bytes:
-    """fp32 [S] in [-1, 1] to little-endian 16-bit samples; values outside are clipped."""
-    scaled = (samples.clamp(-1.0, 1.0) * PCM16_PEAK).round()
-    return scaled.short().cpu().numpy().astype("<i2").tobytes()
 
 
 def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:
@@ -90,13 +83,3 @@ def wav_header(sample_rate: int, data_bytes: int | None = None) -> bytes:
 def to_base64(data: bytes) -> str:
     """Base64 text of `data`."""
     return base64.b64encode(data).decode("ascii")
-
-
-def whole_groups(data: bytes) -> tuple[bytes, bytes]:
-    """`data` cut after its last group of three bytes, and the rest.
-
-    Base64 writes three bytes as four characters and pads what is less: texts whose bytes are whole groups, all but the
-    last, are one text of base64 when they are joined.
-    """
-    cut = len(data) - len(data) % 3
-    return data[:cut], data[cut:]

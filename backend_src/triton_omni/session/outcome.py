@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from triton_omni.core.errors import ErrorCode, OmniError, StageName
-from triton_omni.core.metrics import Metric
 
 Outcome = Literal["finished", "refused", "cancelled", "timed_out", "failed"]
 
@@ -62,37 +58,3 @@ class RequestOutcome:
         """The ending of `to_number`."""
         code, stage = divmod(number - 1, 1 << 4)
         return cls(_CODES[code - 1] if code else None, _STAGES[stage])
-
-
-class OutcomeCounter:
-    """Counts requests; thread-safe, since they are received on Triton's threads and end on the loop's."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._received = 0
-        self._ended: Counter[RequestOutcome] = Counter()
-
-    def receive(self) -> None:
-        """One more has come."""
-        with self._lock:
-            self._received += 1
-
-    def end(self, ending: RequestOutcome) -> None:
-        """One of the received has ended."""
-        with self._lock:
-            self._ended[ending] += 1
-
-    def metrics(self) -> Iterator[Metric]:
-        """Requests received, those ended by outcome, and errors by code and stage; the first is never less than the
-        sum of the second, and equal when no request is open.
-        """
-        with self._lock:
-            received, ended = self._received, dict(self._ended)
-        outcomes: Counter[Outcome] = Counter()
-        for ending, count in ended.items():
-            outcomes[ending.outcome] += count
-            if ending.code is not None:
-                yield Metric("omni_errors_total", count, {"stage": ending.stage, "code": ending.code})
-        for outcome in get_args(Outcome):
-            yield Metric("omni_requests_ended_total", outcomes[outcome], {"outcome": outcome})
-        yield Metric("omni_requests_received_total", received)

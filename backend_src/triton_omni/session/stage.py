@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import psutil
 
-from triton_omni.core.errors import InternalError, OmniError, Overloaded, StageName
+from triton_omni.core.errors import InternalError, OmniError, StageName
 from triton_omni.core.metrics import Metric
 from triton_omni.session.answer import Sent
 
@@ -129,13 +129,3 @@ def lost_error(stage: StageName) -> InternalError:
 def refused_error(stage: StageName) -> InternalError:
     """Return the error that ends a session when Triton did not take a response of `stage`."""
     return InternalError(f"Triton refused what {stage} sent, a part of this reply: see the server's log", stage=stage)
-
-
-def leaving_error() -> Overloaded:
-    """Return the error that refuses requests and ends sessions while the server stops."""
-    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
-
-
-def restart_refusal(stage: StageName) -> Overloaded:
-    """Return the error that refuses a request while `stage` restarts."""
-    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

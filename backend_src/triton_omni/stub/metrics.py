@@ -125,6 +125,8 @@ INTERVAL_S = 0.1
 SLOW_ROUNDS = 10
 """All but what a stage holds is published every so many intervals, and once it holds nothing any more: while messages
 pass, most of it changes."""
+REMINDER_ROUNDS = 6000
+"""Intervals after which a failure that lasts is logged again: ten minutes."""
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +190,7 @@ class StageMetrics:
         self._families.clear()
 
     def _run(self) -> None:
-        rested, told = False, ""
+        rested, told, told_at = False, "", 0
         for number in itertools.count():
             if self._stopping.wait(INTERVAL_S):
                 return
@@ -201,10 +203,10 @@ class StageMetrics:
                     self._publish(self._slow())
                 rested, told = resting, ""
             except Exception as error:
-                # The next round may succeed. A failure that lasts is logged once.
-                if repr(error) != told:
+                # The next round may succeed. A failure that lasts is logged now and then.
+                if repr(error) != told or number - told_at >= REMINDER_ROUNDS:
                     logger.exception("metrics could not be published")
-                told = repr(error)
+                    told, told_at = repr(error), number
 
     def _held(self) -> Iterable[Metric]:
         for name, value in dataclasses.asdict(self._stage.stats()).items():

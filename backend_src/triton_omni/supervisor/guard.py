@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from triton_omni.core.arguments import say
 from triton_omni.session.server_folder import server_name
 from triton_omni.supervisor.leftovers import end_group, end_group_of, remove_shared_memory
 from triton_omni.supervisor.machine import ServerError
@@ -47,10 +48,10 @@ class Guard:
             self._process = self._start()
         except OSError as error:
             if not self._told:
-                _say(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
+                say(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
             self._told = True
         else:
-            _say("warning: the guard's process was gone; another was started")
+            say("warning: the guard's process was gone; another was started")
             self._told = False
 
     def close(self) -> None:
@@ -61,10 +62,6 @@ class Guard:
     def _start(self) -> subprocess.Popen[bytes]:
         # A session of its own: what ends the supervisor's group, or comes from its terminal, does not reach the guard.
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -108,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     leader, regions, *folders = arguments
     sys.stdin.buffer.read()
-    print(f"the supervisor is gone: {leader} is ended", file=sys.stderr, flush=True)
+    say(f"the supervisor is gone: {leader} is ended")
     end_group_of(leader)
     if regions:
         remove_shared_memory(regions)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.reading import SINGLE_FILE, CheckpointError, check_file, check_weights, read_index
+from triton_omni.core.arguments import say
 
 RANDOM = "random:"
 MINI = Path(__file__).resolve().parents[3] / "training" / "mini"
@@ -82,7 +83,7 @@ def _random(name: str) -> Path:
             "after it"
         )
     try:
-        return ensure_checkpoint(name, progress=lambda line: print(line, file=sys.stderr, flush=True))
+        return ensure_checkpoint(name, progress=say)
     except OSError as error:
         raise ModelFolderError(f"{RANDOM}{name} cannot be made: {error}") from error
 
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = model_folder(given[0] if given else None)
         check_files(folder)
     except ModelFolderError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return 1
     print(folder)
     return 0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from triton_omni.core.arguments import say
 from triton_omni.supervisor.guard import Guard
 from triton_omni.supervisor.leftovers import end_group
 from triton_omni.supervisor.machine import ServerError, visible_gpus
@@ -98,8 +99,10 @@ def _wait_ready(process: subprocess.Popen[bytes], program: str, env: Mapping[str
 
 def _end(process: subprocess.Popen[bytes], program: str, env: Mapping[str, str]) -> None:
     if _tell(program, env, "quit"):
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            say(f"warning: {_PROGRAM} did not quit within {_ENDS_WITHIN_S:g} s and is ended by force")
     end_group(process)
 
 

@@ -12,12 +12,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from triton_omni.core.arguments import say
 from triton_omni.core.cache_folder import cache_folder
 from triton_omni.supervisor.machine import prepend
 from triton_omni.supervisor.restart import RestartPolicy
@@ -65,7 +65,7 @@ def preloading(source: Path, environment: Mapping[str, str], without: str, **mac
     try:
         library = build_library(source, cache_folder() / "native", **macros)
     except NativeError as error:
-        print(f"warning: {error}; {without}", file=sys.stderr)
+        say(f"warning: {error}; {without}")
         return {}
     return {"LD_PRELOAD": prepend([library], environment.get("LD_PRELOAD", ""))}
 

@@ -11,12 +11,13 @@ import contextlib
 import http.client
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Final
+
+from triton_omni.core.arguments import say
 
 _PROBE_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 1.0
@@ -120,7 +121,7 @@ def warm_up(host: str, http_port: int, given_up: Callable[[], bool]) -> None:
     while asking.is_alive() and not given_up():
         asking.join(_POLL_S)
     if reason := next(iter(reasons), None):
-        print(f"warning: the server's own first request failed: {reason}", file=sys.stderr, flush=True)
+        say(f"warning: the server's own first request failed: {reason}")
 
 
 def _ask(host: str, http_port: int) -> str | None:

@@ -11,18 +11,19 @@ is told last. This module knows no process and no signal.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from triton_omni.core.arguments import say
 from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.model_control import ModelControlError
 
 NO_BACKEND: Final = "none"
+MISSING_BACKEND: Final = f"for backend '{NO_BACKEND}'"
+"""What Triton says of it, in its answer and in its log."""
 _STANDSTILL_MODEL, _DRAINING_MODEL = "standstill", "draining"
 _SAID_WITHIN_S: Final = 2.0
 _IDLE_MODEL: Final = """\
@@ -56,10 +57,16 @@ def say_unready(control: Loads, repository: Path, model: str) -> None:
     Args:
         repository: tritonserver's own, which is written to.
         model: the name of one that is not there.
+
+    Raises:
+        ModelControlError: Triton did not come to look for the backend; the server may still be ready.
     """
     _write(repository / model, NO_BACKEND)
-    with contextlib.suppress(ModelControlError):
+    try:
         control.load(model)
+    except ModelControlError as error:
+        if MISSING_BACKEND not in str(error):
+            raise
 
 
 def say_ready(control: Loads, repository: Path, model: str) -> None:
@@ -102,7 +109,7 @@ class Readiness:
         """
         if ready == self._said or (self._telling is not None and self._telling.is_alive()):
             return
-        self._telling = threading.Thread(target=self._say, args=(ready,), name="readiness", daemon=True)
+        self._telling = threading.Thread(target=self._change, args=(ready,), name="readiness", daemon=True)
         self._telling.start()
 
     def end(self) -> None:
@@ -110,8 +117,8 @@ class Readiness:
 
         A Triton that stands still is not waited for: it must not hold its own stop up.
         """
-        words = (self._control, self._repository, _DRAINING_MODEL)
-        self._ending = threading.Thread(target=say_unready, args=words, name="readiness-end", daemon=True)
+        words = (False, _DRAINING_MODEL)
+        self._ending = threading.Thread(target=self._tell, args=words, name="readiness-end", daemon=True)
         self._ending.start()
         self._ending.join(_SAID_WITHIN_S)
 
@@ -121,19 +128,23 @@ class Readiness:
             if thread is not None:
                 thread.join(timeout_s)
 
-    def _say(self, ready: bool) -> None:
-        say = say_ready if ready else say_unready
+    def _change(self, ready: bool) -> None:
+        if self._tell(ready, _STANDSTILL_MODEL):
+            self._said, self._failure = ready, ""
+
+    def _tell(self, ready: bool, model: str) -> bool:
+        tell = say_ready if ready else say_unready
         try:
-            say(self._control, self._repository, _STANDSTILL_MODEL)
+            tell(self._control, self._repository, model)
         except (ModelControlError, OSError) as error:
-            # The next `tell` tries again. A failure that lasts is counted each time and reported once.
+            # The next `set_ready` tries again. A failure that lasts is counted each time and reported once.
             self.on_fault()
             if str(error) != self._failure:
                 wanted = "ready" if ready else "not ready"
-                print(f"readiness: the server could not be made {wanted}: {error}", file=sys.stderr, flush=True)
+                say(f"readiness: the server could not be made {wanted}: {error}")
             self._failure = str(error)
-            return
-        self._said, self._failure = ready, ""
+            return False
+        return True
 
 
 # --- the end of a server ----------------------------------------------------------------------------------------------

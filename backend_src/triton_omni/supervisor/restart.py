@@ -16,7 +16,6 @@ import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from triton_omni.core.arguments import say
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import HELD, PID, STACKS_SIGNAL, WATCHED, Field
 from triton_omni.supervisor.model_control import ModelControlError
@@ -304,7 +304,7 @@ class StageRestarter:
             self._tell_ready(True)
 
     def _begin_restart(self, stage: StageName, watched: _Watched, cause: str) -> None:
-        _say(f"{stage}: {cause}")
+        say(f"{stage}: {cause}")
         if not self._lives(watched):
             self._lose(stage, cause)
             if self.ended_for is not None:
@@ -336,8 +336,10 @@ class StageRestarter:
     def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
         # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
         self._board.set_word(HELD, 1, stage)
-        with contextlib.suppress(ModelControlError):  # a model that is out of service already
+        try:
             self._control.unload(MODELS[stage])
+        except ModelControlError as reason:  # Triton refuses no model that is out of service already
+            say(f"{stage}: it could not be unloaded: {reason}")
         while not self._stopping.is_set():
             if watched.starts.are_exhausted():
                 self.failure = watched.starts.sentence(stage, cause)
@@ -348,10 +350,10 @@ class StageRestarter:
             opening.join()
             if error is None:
                 self._follow(stage)
-                _say(f"{stage}: started again")
+                say(f"{stage}: started again")
                 return
             cause = f"it could not be loaded: {error}"
-            _say(f"{stage}: {cause}")
+            say(f"{stage}: {cause}")
             self._board.count_fault()
             self._board.set_word(HELD, 1, stage)
 
@@ -383,7 +385,3 @@ class StageRestarter:
     def _follow(self, stage: StageName) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._watched[stage].process = Process(self._board.word(PID, stage))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType, TracebackType
 
+from triton_omni.core.arguments import say
 from triton_omni.supervisor.guard import Guard
 from triton_omni.supervisor.leftovers import new_region_prefix, remove_stale_regions
 from triton_omni.supervisor.machine import (
@@ -264,9 +265,9 @@ class Supervisor:
                 self.wait_ready()
             except ServerError as error:
                 cause = str(error)
-                _say(f"the server: it could not be started again: {cause}")
+                say(f"the server: it could not be started again: {cause}")
             else:
-                _say("the server: started again")
+                say("the server: started again")
                 return
 
     def _pause(self, seconds: float) -> None:
@@ -293,7 +294,7 @@ class Supervisor:
             run.say_leaving()
             if sessions := board.open_sessions():
                 get = f"{self.config.drain_timeout_s:g} s at most, the whole stop {longest_stop_s(self.config):g} s"
-                _say(f"stopping: open replies: {sessions}, which get {get}")
+                say(f"stopping: open replies: {sessions}, which get {get}")
 
         return drain(board, self.config.drain_timeout_s, self._is_given_up, tell)
 
@@ -341,10 +342,6 @@ def longest_stop_s(config: ServerConfig) -> float:
     return config.drain_timeout_s + END_WITHIN_S + config.exit_timeout_s + KILL_AFTER_S
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal or the server's own end.
 
@@ -361,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _serve(replace(config, model=str(model)), received)
     except (ServerError, ModelFolderError) as error:
         if not received:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
     return 128 + received[0] if received else 1
 
 

@@ -22,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from triton_omni.core.arguments import say
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.readiness import NO_BACKEND
+from triton_omni.supervisor.readiness import MISSING_BACKEND
 
 # --- repeated lines ---------------------------------------------------------------------------------------------------
 
@@ -88,9 +89,7 @@ _GENERIC = re.compile(
 )
 _CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
 _CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
-_HARMLESS = re.compile(
-    rf"for backend '{NO_BACKEND}'|CudaDriverHelper has not been initialized|unable to create stream for"
-)
+_HARMLESS = re.compile(rf"{MISSING_BACKEND}|CudaDriverHelper has not been initialized|unable to create stream for")
 """In the lines about a model that was not to be loaded, and in those that come on every machine without a GPU."""
 _KILLED = "it was killed (SIGKILL), as by a system that has no memory left"
 _TOLD = {signal.SIGABRT, signal.SIGSEGV}
@@ -220,7 +219,7 @@ class ServerLog:
             if not self._told:
                 self._told = True
                 what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
-                print(f"{what}: lines are lost, the server goes on", file=sys.stderr, flush=True)
+                say(f"{what}: lines are lost, the server goes on")
 
 
 def _own(path: Path) -> IO[str]:

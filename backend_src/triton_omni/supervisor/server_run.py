@@ -7,13 +7,13 @@ The supervisor starts one after the other; what they have in common is a `Launch
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from triton_omni.core.arguments import say
 from triton_omni.session.ledger_table import WATCHED
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
@@ -217,17 +217,17 @@ class ServerRun:
         config = self.launch.config
         version = server_version(address(own_host(config.host), self.launch.ports["http"]))
         if config.stall_guard and (warning := guard_warning(version)) is not None:
-            print(f"warning: {warning}", file=sys.stderr)
-        # A server without stages has no table, and one that ended meanwhile is told by `check`.
-        with contextlib.suppress(FileNotFoundError):
+            say(f"warning: {warning}")
+        try:
             self._board = StageBoard(ledger_name(self.process.pid))
-            tell = None
-            if self._readiness is not None:
-                tell, self._readiness.on_fault = self._readiness.set_ready, self._board.count_fault
-            self._restarter = StageRestarter(
-                self._board, self.launch.control, self._policy(version), tell, self._end_at_once
-            )
-            self._restarter.start()
+        except FileNotFoundError:  # a server without stages has no table, and one that ended is told by `check`
+            return
+        tell = None
+        if self._readiness is not None:
+            tell, self._readiness.on_fault = self._readiness.set_ready, self._board.count_fault
+        policy = self._policy(version)
+        self._restarter = StageRestarter(self._board, self.launch.control, policy, tell, self._end_at_once)
+        self._restarter.start()
 
     def check(self) -> None:
         """See whether the server, once ready, goes on or was ended for a death; replace its guard where that is gone.
@@ -304,7 +304,7 @@ class ServerRun:
             for name in reversed(WATCHED):
                 self.launch.control.unload(MODELS[name])
         except ModelControlError as error:
-            print(f"the models could not be unloaded before the stop: {error}", file=sys.stderr, flush=True)
+            say(f"the models could not be unloaded before the stop: {error}")
             return False
         return True
 
@@ -327,7 +327,7 @@ class ServerRun:
                 told, last_stage = True, time.monotonic()
                 self.process.terminate()
             elif time.monotonic() > min(last_stage + _ALONE_S, last_session + _LEAVE_WITHIN_S):
-                print("nothing is left to do; clients that hold a stream open are cut off", file=sys.stderr, flush=True)
+                say("nothing is left to do; clients that hold a stream open are cut off")
                 return
             time.sleep(_POLL_S)
 

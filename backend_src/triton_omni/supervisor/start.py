@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from triton_omni.core.arguments import say
 from triton_omni.core.errors import StageName
 from triton_omni.core.settings import Dtype, SettingsError, TalkerSettings, ThinkerSettings, load_settings
 from triton_omni.session.ledger_table import STAGES
@@ -133,9 +133,9 @@ class StartReport:
         self._left = list(stages)
         self._begin = self._looked = clock()
         self._reminder_s = _FIRST_REMINDER_S
-        _say(f"tritonserver is process {pid}, its log {'is here' if log is None else log}")
+        say(f"starting: tritonserver is process {pid}, its log {'is here' if log is None else log}")
         if stages:
-            _say(f"{_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
+            say(f"starting: {_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
 
     def look(self) -> None:
         """See what has been loaded since; to be called again and again."""
@@ -145,24 +145,21 @@ class StartReport:
         self._looked, seconds = now, now - self._begin
         for stage in set(self._left).intersection(self._loaded(self._pid)):
             self._left.remove(stage)
-            _say(f"{stage} is loaded after {seconds:.0f} s")
+            say(f"starting: {stage} is loaded after {seconds:.0f} s")
         if self._left and seconds >= self._reminder_s:
             self._reminder_s *= 2
-            _say(f"{_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
+            say(f"starting: {_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
 
     @staticmethod
     def warms_up() -> None:
         """All models are loaded, and the server's own first reply is asked for."""
-        _say("all models are loaded; a first reply is spoken, so that callers need not wait for what it prepares")
+        what = "a first reply is spoken, so that callers need not wait for what it prepares"
+        say(f"starting: all models are loaded; {what}")
 
 
 def _joined(names: Sequence[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _say(text: str) -> None:
-    print(f"starting: {text}", file=sys.stderr, flush=True)
 
 
 # --- Triton's pool ----------------------------------------------------------------------------------------------------

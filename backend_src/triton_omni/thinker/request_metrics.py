@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from triton_omni.core.errors import InternalError, OmniError
 from triton_omni.core.logs import log_event
@@ -16,7 +17,7 @@ from triton_omni.core.tracing import NO_SPAN, Span, Tracer
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.ledger import SessionLedger
 from triton_omni.session.ledger_table import CANCELLED
-from triton_omni.session.outcome import OutcomeCounter, RequestOutcome
+from triton_omni.session.outcome import Outcome, RequestOutcome
 from triton_omni.thinker.open_session import OpenSession
 
 STATES: Final = ("preparing", "writing", "speaking", "closing")
@@ -24,6 +25,40 @@ STATES: Final = ("preparing", "writing", "speaking", "closing")
 _UNEXPLAINED: Final = RequestOutcome("internal")
 
 logger = logging.getLogger(__name__)
+
+
+class OutcomeCounter:
+    """Counts requests; thread-safe, since they are received on Triton's threads and end on the loop's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._received = 0
+        self._ended: Counter[RequestOutcome] = Counter()
+
+    def receive(self) -> None:
+        """One more has come."""
+        with self._lock:
+            self._received += 1
+
+    def end(self, ending: RequestOutcome) -> None:
+        """One of the received has ended."""
+        with self._lock:
+            self._ended[ending] += 1
+
+    def metrics(self) -> Iterator[Metric]:
+        """Requests received, those ended by outcome, and errors by code and stage; the first is never less than the
+        sum of the second, and equal when no request is open.
+        """
+        with self._lock:
+            received, ended = self._received, dict(self._ended)
+        outcomes: Counter[Outcome] = Counter()
+        for ending, count in ended.items():
+            outcomes[ending.outcome] += count
+            if ending.code is not None:
+                yield Metric("omni_errors_total", count, {"stage": ending.stage, "code": ending.code})
+        for outcome in get_args(Outcome):
+            yield Metric("omni_requests_ended_total", outcomes[outcome], {"outcome": outcome})
+        yield Metric("omni_requests_received_total", received)
 
 
 class RequestMetrics:

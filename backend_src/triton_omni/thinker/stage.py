@@ -33,15 +33,14 @@ from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
     CLAIMED_POLL_S,
+    REVIVED_AFTER_MS,
     SOON_S,
     ResponseSender,
     StageStats,
     as_omni_error,
-    leaving_error,
     lost_error,
     memory_metrics,
     refused_error,
-    restart_refusal,
 )
 from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
@@ -118,7 +117,7 @@ class ThinkerStage:
             raw = replace(raw, request_id=secrets.token_hex(8))
         span = self.request_metrics.receive(raw, accepted_ns)
         if self._ledger.word(LEAVING):
-            sender.fail(self.request_metrics.refuse(leaving_error(), raw, span))
+            sender.fail(self.request_metrics.refuse(_leaving_error(), raw, span))
             return
         key = self._slots.allocate()
         if key is None:
@@ -127,7 +126,7 @@ class ThinkerStage:
         if lost := self._ledger.lost_stages(key):
             self._ledger.write(key, CLOSED)
             self._slots.release(key)
-            sender.fail(self.request_metrics.refuse(restart_refusal(lost[0]), raw, span))
+            sender.fail(self.request_metrics.refuse(_restart_refusal(lost[0]), raw, span))
             return
         sender.bind(key.slot)
         deadline_ns = accepted_ns + int(self._settings.timeout_s * 1e9)
@@ -215,7 +214,7 @@ class ThinkerStage:
         self._ledger.beat()
         self._health.refresh()
         if self._ledger.word(LEAVING) == ENDING:
-            self._end_all(leaving_error())
+            self._end_all(_leaving_error())
         now = time.monotonic_ns()
         self._sender.ring.find_ring(now)
         delay = min((self._look_after(session, now) for session in list(self._open.values())), default=IDLE_POLL_S)
@@ -401,3 +400,13 @@ class ThinkerStage:
     def _end_all(self, error: OmniError) -> None:
         for session in list(self._open.values()):
             self._fail(session, error)
+
+
+def _leaving_error() -> Overloaded:
+    """Return the error that refuses requests and ends sessions while the server stops."""
+    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
+
+
+def _restart_refusal(stage: StageName) -> Overloaded:
+    """Return the error that refuses a request while `stage` restarts."""
+    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)

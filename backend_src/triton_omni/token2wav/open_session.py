@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from triton_omni.core.errors import OmniError
 from triton_omni.link.receiver import LinkSession
@@ -15,6 +15,11 @@ from triton_omni.session.answer import Answer, call_pieces
 from triton_omni.session.engine import CallPiece
 from triton_omni.session.stage import ResponseSender
 from triton_omni.session.wire import Session, TalkerMessage, ThinkerReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PCM16_PEAK: Final = 32767
 
 
 class TextRelay:
@@ -140,3 +145,19 @@ def _prompt_usage(request: Session, thinker: ThinkerReport | None) -> dict[str, 
 
 def _milliseconds(nanoseconds: int) -> float | None:
     return round(nanoseconds / 1e6, 3) if nanoseconds else None
+
+
+def to_pcm16(samples: Tensor) -> bytes:
+    """fp32 [S] in [-1, 1] to little-endian 16-bit samples; values outside are clipped."""
+    scaled = (samples.clamp(-1.0, 1.0) * PCM16_PEAK).round()
+    return scaled.short().cpu().numpy().astype("<i2").tobytes()
+
+
+def whole_groups(data: bytes) -> tuple[bytes, bytes]:
+    """`data` cut after its last group of three bytes, and the rest.
+
+    Base64 writes three bytes as four characters and pads what is less: texts whose bytes are whole groups, all but the
+    last, are one text of base64 when they are joined.
+    """
+    cut = len(data) - len(data) % 3
+    return data[:cut], data[cut:]

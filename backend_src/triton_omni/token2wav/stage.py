@@ -23,7 +23,7 @@ from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
 from triton_omni.link.ring import Ring
 from triton_omni.link.sessions import Arrival, LinkSessions
 from triton_omni.policy.rules import Claim
-from triton_omni.session.answer import Answer, to_base64, to_pcm16, wav_header, whole_groups
+from triton_omni.session.answer import Answer, to_base64, wav_header
 from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
@@ -32,7 +32,7 @@ from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, memory_metrics, refused_error
 from triton_omni.session.wire import Kind, Session, SessionKey, TalkerMessage, Value
-from triton_omni.token2wav.open_session import OpenSession, TextRelay
+from triton_omni.token2wav.open_session import OpenSession, TextRelay, to_pcm16, whole_groups
 
 UPSTREAM_STOP_S = 2.0
 """Seconds that an error waits for thinker and talker to send their finals."""

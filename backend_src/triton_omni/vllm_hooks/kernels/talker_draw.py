@@ -16,8 +16,8 @@ from torch import Tensor
 
 from triton_omni.core.kernel_launch import early_launch, let_next_begin, wait_for_inputs
 from triton_omni.vllm_hooks.kernels.talker_step import Memory
-from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.draw import Setting
+from triton_omni.vllm_hooks.talker.rows import Column
 
 _GROUPS: Final = 128
 """Groups of codes, each of which gives its maximum: as many ids, far more than a published talker's top-k of 40."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_omni.core.kernel_launch import early_launch, wait_for_inputs
-from triton_omni.vllm_hooks.talker.columns import Column
+from triton_omni.vllm_hooks.talker.rows import Column
 
 
 class Layout(NamedTuple):

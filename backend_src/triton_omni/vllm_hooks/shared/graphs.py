@@ -4,24 +4,16 @@
 Without a graph a short prompt's step launches a thousand kernels one by one and takes five times as long as a decode
 step, which delays the first audio. vLLM records steps of mixed lengths only in place of decode steps, or between layers
 of a compiled network. A pass over images launches as many, and only where the host is free do they keep up with the
-GPU. vLLM records such towers for networks that say how; it has Qwen2.5-VL say it, whose tower the thinker has, but not
-Qwen2.5-Omni. This module knows vLLM's dispatcher of graphs, neither thinker nor talker.
+GPU. vLLM records such towers for networks that say how, as the thinker's does. This module knows vLLM's dispatcher of
+graphs, neither thinker nor talker.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from triton_omni.core.settings import EngineSettings
-from triton_omni.vllm_hooks.shared.compat import (
-    AttentionCGSupport,
-    CUDAGraphMode,
-    EncoderCudaGraphConfig,
-    GPUModelRunner,
-    Qwen2_5_VLForConditionalGeneration,
-    SupportsEncoderCudaGraph,
-)
+from triton_omni.vllm_hooks.shared.compat import AttentionCGSupport, CUDAGraphMode, GPUModelRunner
 
 if TYPE_CHECKING:
     _Runner = GPUModelRunner
@@ -30,9 +22,6 @@ else:
 
 IMAGES_A_PASS = 8
 """Images that share a recorded pass at most; vLLM shares more of them out."""
-
-_OF_THE_SAME_TOWER: Any = Qwen2_5_VLForConditionalGeneration
-"""Its methods read `visual` alone, so they hold for any network that has one."""
 
 
 def image_budgets(settings: EngineSettings) -> list[int]:
@@ -59,40 +48,6 @@ def vision_graphs(settings: EngineSettings) -> dict[str, Any]:
         "encoder_cudagraph_max_vision_items_per_batch": IMAGES_A_PASS,
         "encoder_cudagraph_max_frames_per_batch": IMAGES_A_PASS,
     }
-
-
-class VisionGraphs(SupportsEncoderCudaGraph):
-    """Methods that vLLM asks of a network with recorded image passes, for one whose `visual` is Qwen2.5-VL's tower.
-
-    Put it after vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded: they are
-    so long that launching them takes less time than running them, and vLLM does not look whether their frames have room
-    in what was recorded.
-    """
-
-    is_multimodal_pruning_enabled = False
-
-    get_input_modality = _OF_THE_SAME_TOWER.get_input_modality
-    get_encoder_cudagraph_budget_range = _OF_THE_SAME_TOWER.get_encoder_cudagraph_budget_range
-    get_encoder_cudagraph_item_specs = _OF_THE_SAME_TOWER.get_encoder_cudagraph_item_specs
-    select_encoder_cudagraph_items = _OF_THE_SAME_TOWER.select_encoder_cudagraph_items
-    prepare_encoder_cudagraph_capture_inputs = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_capture_inputs
-    prepare_encoder_cudagraph_replay_buffers = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_replay_buffers
-    encoder_cudagraph_forward = _OF_THE_SAME_TOWER.encoder_cudagraph_forward
-    encoder_eager_forward = _OF_THE_SAME_TOWER.encoder_eager_forward
-    _get_grid_thw_by_modality = _OF_THE_SAME_TOWER._get_grid_thw_by_modality
-    _get_pixel_values_by_modality = _OF_THE_SAME_TOWER._get_pixel_values_by_modality
-
-    def get_max_frames_per_video(self) -> int:
-        """Frames of the longest medium: an image has one."""
-        return 1
-
-    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """Qwen2.5-VL's, for images alone."""
-        config: EncoderCudaGraphConfig = _OF_THE_SAME_TOWER.get_encoder_cudagraph_config(self)
-        return replace(config, modalities=["image"])
-
-
-# --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 class PrefillGraphsMixin(_Runner):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,6 +31,28 @@ memory besides."""
 UNBOUNDED: Final = 1 << 40
 """Positions that may be computed once the tail has begun."""
 _RETRY_MS: Final = 250
+
+
+class Column(IntEnum):
+    """Inputs of a step for each token; one int64 each, so that all of them are one copy to the device."""
+
+    ROW = 0
+    """Its row in the pool."""
+    SLOT = 1
+    """The slot of its sequence."""
+    PLACE = 2
+    """Its position in its sequence."""
+    UNIFORM = 3
+    """Bits of the float64 that draws the next id."""
+    FOLLOWS = 4
+    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    AXIS = 5
+    """Its position on the axes of M-RoPE, which are equal after the prompt."""
+    CACHE = 6
+    """Its slot in the key-value cache, below 0 for none."""
+    LENGTH = 7
+    """Positions that attention reads for it, its own with them; 0 = no sequence. Not for the step itself, in which
+    attention may read the lengths before anything else is through, but for the kernel that brings all of this."""
 
 
 class SampledStep(NamedTuple):

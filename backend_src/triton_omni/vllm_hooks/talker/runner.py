@@ -29,10 +29,9 @@ from triton_omni.vllm_hooks.shared.graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, IncrementalStep, Layout
 from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.shared.schedulers import ReleasedBlocksMixin
-from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.network import TalkerForCausalLM
-from triton_omni.vllm_hooks.talker.rows import SampledStep, Sequence
-from triton_omni.vllm_hooks.talker.step import TalkerStep, make_step
+from triton_omni.vllm_hooks.talker.rows import Column, SampledStep, Sequence
+from triton_omni.vllm_hooks.talker.step import FusedTalkerStep, TalkerStep, make_step
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -91,7 +90,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
                 max_positions=self.max_model_len,
                 rows=sizes[ROWS],
                 sessions=sizes[SESSIONS],
-                kind=self._step_kind(),
+                kind=FusedTalkerStep if self.fuses_decode_steps else TalkerStep,
             )
         self._index.cpu.copy_(self._index.gpu)
         told = {Column.SLOT: self.step.rows.idle_slot, Column.FOLLOWS: 1, Column.CACHE: -1}
@@ -104,13 +103,6 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             from triton_omni.vllm_hooks.shared.fused_layers import fuse_ends
 
             fuse_ends(network.thinker_to_talker_proj, network.logits_processor, network.lm_head, self._fused)
-
-    def _step_kind(self) -> type[TalkerStep]:
-        if not self.fuses_decode_steps:
-            return TalkerStep
-        from triton_omni.vllm_hooks.talker.fused_step import FusedTalkerStep
-
-        return FusedTalkerStep
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache, and let the step know where its slots are named."""

@@ -8,15 +8,15 @@ It knows neither vLLM nor how a step is scheduled.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from triton_omni.checkpoint.config import OmniConfig, load_config
-from triton_omni.vllm_hooks.talker.columns import Column
 from triton_omni.vllm_hooks.talker.conditioning import CodecIds, TextRows, prompt_ids
 from triton_omni.vllm_hooks.talker.draw import Setting, SlotDraws
-from triton_omni.vllm_hooks.talker.rows import TalkerRows
+from triton_omni.vllm_hooks.talker.rows import Column, TalkerRows
 
 
 class TalkerStep:
@@ -124,6 +124,34 @@ class TalkerStep:
         logits = torch.where(times > 0, penalised, logits)
         logits = logits - torch.where(self.draws.stops, 0.0, frequency * times + presence * (times > 0))
         return logits.masked_fill_(self.forbidden, float("-inf")), sound
+
+
+class FusedTalkerStep(TalkerStep):
+    """Decode steps by kernels of its own: two launches where the plain step takes ninety. All others are the plain's.
+
+    It imports its kernels itself, so that an engine without fused steps loads none.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from triton_omni.vllm_hooks.kernels.talker_draw import Rules
+        from triton_omni.vllm_hooks.kernels.talker_step import Memory
+
+        super().__init__(*args, **kwargs)
+        self._memory = Memory(self.rows.pool, self.rows.used, self.rows.faults, self.drawn)
+        self._rules = Rules.of(self.forbidden, self.draws.stops, self.draws.settings, self.speakable)
+
+    def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Do as the plain step."""
+        from triton_omni.vllm_hooks.kernels.talker_step import Layout, begin_step
+
+        layout = Layout(self.index, ids, positions, self.cache_slots)
+        return begin_step(layout, self._memory, table, self.mask_id)
+
+    def finish_decode(self, logits: Tensor) -> None:
+        """Do as the plain step, but keep all ids that are as likely as the last that top-k or top-p keeps."""
+        from triton_omni.vllm_hooks.kernels.talker_draw import draw
+
+        draw(logits, self.index, self._memory, self._rules, self.mask_id)
 
 
 def codec_ids(config: OmniConfig) -> CodecIds:

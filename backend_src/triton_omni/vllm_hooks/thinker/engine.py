@@ -42,12 +42,12 @@ from triton_omni.vllm_hooks.shared.engine_args import (
 )
 from triton_omni.vllm_hooks.shared.incremental_schedule import core_step
 from triton_omni.vllm_hooks.shared.platform import lone_groups
-from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
 from triton_omni.vllm_hooks.shared.schedulers import PrefixCacheMixin
 from triton_omni.vllm_hooks.thinker import networks, prompt_media
 from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import prefix_keys, salted, scheduler_name
+from triton_omni.vllm_hooks.thinker.quantization import quantization_arguments
 from triton_omni.vllm_hooks.thinker.rows import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, end_ids, stop_string_of, to_parameters
 

@@ -8,6 +8,7 @@ hold; a registered class object is inspected in this process.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,58 @@ from transformers import PretrainedConfig
 
 from triton_omni.vllm_hooks.shared.compat import (
     MULTIMODAL_REGISTRY,
+    EncoderCudaGraphConfig,
     ModelRegistry,
     MultiModalFeatureSpec,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2_5OmniThinkerDummyInputsBuilder,
     Qwen2_5OmniThinkerForConditionalGeneration,
+    SupportsEncoderCudaGraph,
     VllmConfig,
     build_mm_input_norm,
     gpu_sync_allowed,
     merge_interleaved_embeddings,
 )
-from triton_omni.vllm_hooks.shared.graphs import VisionGraphs
 from triton_omni.vllm_hooks.shared.named_weights import Weights, load_named
 from triton_omni.vllm_hooks.shared.platform import UnsupportedEngineError
 from triton_omni.vllm_hooks.thinker.media_processor import MediaProcessor, ProcessingInfo
 from triton_omni.vllm_hooks.thinker.prompt_media import Placed, TimeScale, prompt_positions
 
 THINKER_ARCHITECTURE = "TritonOmniThinker"
+
+_OF_THE_SAME_TOWER: Any = Qwen2_5_VLForConditionalGeneration
+"""Its methods read `visual` alone, so they hold for any network that has one."""
+
+
+class VisionGraphs(SupportsEncoderCudaGraph):
+    """Methods that vLLM asks of a network with recorded image passes, for one whose `visual` is Qwen2.5-VL's tower.
+
+    vLLM has them for Qwen2.5-VL, not for Qwen2.5-Omni. Put it after vLLM's network in the bases, whose `__init__` a
+    protocol would hide. Videos are not recorded: they are so long that launching them takes less time than running
+    them, and vLLM does not look whether their frames have room in what was recorded.
+    """
+
+    is_multimodal_pruning_enabled = False
+
+    get_input_modality = _OF_THE_SAME_TOWER.get_input_modality
+    get_encoder_cudagraph_budget_range = _OF_THE_SAME_TOWER.get_encoder_cudagraph_budget_range
+    get_encoder_cudagraph_item_specs = _OF_THE_SAME_TOWER.get_encoder_cudagraph_item_specs
+    select_encoder_cudagraph_items = _OF_THE_SAME_TOWER.select_encoder_cudagraph_items
+    prepare_encoder_cudagraph_capture_inputs = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_capture_inputs
+    prepare_encoder_cudagraph_replay_buffers = _OF_THE_SAME_TOWER.prepare_encoder_cudagraph_replay_buffers
+    encoder_cudagraph_forward = _OF_THE_SAME_TOWER.encoder_cudagraph_forward
+    encoder_eager_forward = _OF_THE_SAME_TOWER.encoder_eager_forward
+    _get_grid_thw_by_modality = _OF_THE_SAME_TOWER._get_grid_thw_by_modality
+    _get_pixel_values_by_modality = _OF_THE_SAME_TOWER._get_pixel_values_by_modality
+
+    def get_max_frames_per_video(self) -> int:
+        """Frames of the longest medium: an image has one."""
+        return 1
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Qwen2.5-VL's, for images alone."""
+        config: EncoderCudaGraphConfig = _OF_THE_SAME_TOWER.get_encoder_cudagraph_config(self)
+        return replace(config, modalities=["image"])
 
 
 @MULTIMODAL_REGISTRY.register_processor(
