@@ -15,7 +15,7 @@ from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
 from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_while_held
 from triton_omni.session.ledger_view import StageBoard
-from triton_omni.session.stage import REVIVED_AFTER_MS
+from triton_omni.session.stage import RETRY_AFTER_RESTART_MS
 from triton_omni.thinker.open_session import STILL_S
 from waiting import FOREVER_S, IN_TIME_S, wait_for
 
@@ -23,7 +23,7 @@ STAGES = ("thinker", "talker", "token2wav")
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
+def _waiting_stages(monkeypatch):
     """No other way than the one under test ends a session."""
     let_stages_wait(monkeypatch)
 
@@ -66,7 +66,7 @@ def assert_told(ensemble, stage):
     wait_for(lambda: ensemble.reply.error is not None, message="the client was told nothing")
     error = ensemble.reply.error
     assert isinstance(error, InternalError)
-    assert (error.stage, error.retry_after_ms) == (stage, REVIVED_AFTER_MS)
+    assert (error.stage, error.retry_after_ms) == (stage, RETRY_AFTER_RESTART_MS)
     assert error.message.startswith(f"the process of {stage} ended unexpectedly")
 
 
@@ -197,7 +197,7 @@ def test_while_a_stage_is_missing_requests_are_refused_and_served_when_it_is_bac
         board.mark_lost("token2wav")
         error = finished(p.ask("12345")).error
         assert isinstance(error, Overloaded)
-        assert (error.stage, error.retry_after_ms) == ("token2wav", REVIVED_AFTER_MS)
+        assert (error.stage, error.retry_after_ms) == ("token2wav", RETRY_AFTER_RESTART_MS)
         assert p.thinker.stats().sessions == 0
         p.ledgers[2]._register(StageFacts(1))
         assert finished(p.ask("12345")).error is None

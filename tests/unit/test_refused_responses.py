@@ -24,7 +24,7 @@ SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
+def _waiting_stages(monkeypatch):
     """No error is answered because another stage did not stop for long."""
     let_stages_wait(monkeypatch)
 

@@ -25,7 +25,7 @@ CLAIMED_POLL_S: Final = 0.001
 SOON_S: Final = 0.002
 """How soon to look again when a session waits for another stage."""
 
-REVIVED_AFTER_MS: Final = 5000
+RETRY_AFTER_RESTART_MS: Final = 5000
 """When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
 
 
@@ -123,7 +123,7 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
 def lost_error(stage: StageName) -> InternalError:
     """Return the error that ends a session when the process of `stage` died."""
     cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
-    return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+    return InternalError(cause, stage=stage, retry_after_ms=RETRY_AFTER_RESTART_MS)
 
 
 def refused_error(stage: StageName) -> InternalError:
@@ -133,9 +133,9 @@ def refused_error(stage: StageName) -> InternalError:
 
 def leaving_error() -> Overloaded:
     """Return the error that refuses requests and ends sessions while the server stops."""
-    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
+    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=RETRY_AFTER_RESTART_MS)
 
 
 def restart_refusal(stage: StageName) -> Overloaded:
     """Return the error that refuses a request while `stage` restarts."""
-    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=RETRY_AFTER_RESTART_MS)

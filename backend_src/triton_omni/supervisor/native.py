@@ -49,7 +49,7 @@ def with_stall_guard(environment: Mapping[str, str], scratch: Path) -> dict[str,
     /tmp.
     """
     without = "a stage that stands still or dies may end the server"
-    added = preloading(STALL_GUARD_SOURCE, environment, without, PATIENCE_MS=round(STALL_GUARD_S * 1000))
+    added = preloading(STALL_GUARD_SOURCE, environment, without, STALL_LIMIT_MS=round(STALL_GUARD_S * 1000))
     return added and {**added, SCRATCH_VARIABLE: str(scratch)}
 
 

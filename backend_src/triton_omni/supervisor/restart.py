@@ -41,7 +41,7 @@ _PAUSED_S = 1.0
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How patiently a stage is started again."""
+    """Limits after which a stage is restarted, and how often it is."""
 
     attempts: int = 5
     """Starts of one stage within `window_s`; when the next would be due, the server is given up."""
@@ -283,14 +283,14 @@ class StageRestarter:
             return "its process ended"
         if self._board.is_broken(stage):
             return "its engine failed"
-        patience_s = self._patience_s(stage)
-        if self._silence.of(stage) > patience_s:
+        stall_limit_s = self._stall_limit_s(stage)
+        if self._silence.of(stage) > stall_limit_s:
             watched.process.end_with_stacks()
             watched.process.ends_within(_LEAVES_WITHIN_S)
-            return f"it did nothing for {patience_s:g} s and was ended"
+            return f"it did nothing for {stall_limit_s:g} s and was ended"
         return None
 
-    def _patience_s(self, stage: StageName) -> float:
+    def _stall_limit_s(self, stage: StageName) -> float:
         """How long its loop may stand still; every session is looked at only where that matters."""
         policy = self._policy
         overdue = self._silence.of(stage) > policy.overdue_after_s and self._board.holds_overdue(stage)
@@ -310,7 +310,7 @@ class StageRestarter:
             if self.ended_for is not None:
                 return
         watched.restart = threading.Thread(
-            target=self._revive, args=(stage, watched, cause), name=f"revive-{stage}", daemon=True
+            target=self._restart, args=(stage, watched, cause), name=f"restart-{stage}", daemon=True
         )
         watched.restart.start()
 
@@ -333,7 +333,7 @@ class StageRestarter:
 
     # On a thread a stage.
 
-    def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
+    def _restart(self, stage: StageName, watched: _Watched, cause: str) -> None:
         # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
         self._board.set_word(HELD, 1, stage)
         with contextlib.suppress(ModelControlError):  # a model that is out of service already

@@ -108,7 +108,7 @@ class Supervisor:
         self._run: ServerRun | None = None
         self._mps_guard: Guard | None = None
         self._starts = Starts(config.restart)
-        self._earlier_losses = 0
+        self._earlier_deaths = 0
 
     @property
     def http_url(self) -> str:
@@ -138,7 +138,7 @@ class Supervisor:
     @property
     def deaths(self) -> int:
         """How often a process died that leaves requests in Triton which never end."""
-        return self._earlier_losses + (self._run.deaths if self._run is not None else 0)
+        return self._earlier_deaths + (self._run.deaths if self._run is not None else 0)
 
     def start(self) -> None:
         """Start the process and return at once.
@@ -260,7 +260,7 @@ class Supervisor:
             self._pause(self._starts.count_start())
             try:
                 self._run = run.again()
-                self._earlier_losses += run.deaths
+                self._earlier_deaths += run.deaths
                 self.wait_ready()
             except ServerError as error:
                 cause = str(error)

@@ -56,7 +56,7 @@ class TensorParallelExecutor(UniProcExecutor):
         )
         self._meeting, _, _ = super()._distributed_args()
         self._closing = threading.Event()
-        self._patience_s = _LOAD_GRACE_S
+        self._grace_s = _LOAD_GRACE_S
         self._context: Any = get_mp_context()  # type: ignore[no-untyped-call]
         # vLLM's workers share it; a process that starts finds it only while it is kept here.
         self._lock = self._context.Lock()
@@ -78,7 +78,7 @@ class TensorParallelExecutor(UniProcExecutor):
         for queue in (self._calls, *(follower.worker_response_mq for follower in self._followers)):
             queue.wait_until_ready()
         _unlink_shared_memory()
-        self._patience_s = 0.0
+        self._grace_s = 0.0
 
     def _start(self, rank: int) -> Any:
         # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
@@ -150,7 +150,7 @@ class TensorParallelExecutor(UniProcExecutor):
 
     def _end_with_a_follower(self, processes: list[Any]) -> None:
         multiprocessing.connection.wait([process.sentinel for process in processes])
-        if not self._closing.wait(self._patience_s):
+        if not self._closing.wait(self._grace_s):
             codes = {process.name: process.exitcode for process in processes}
             _logger.critical("a process of a split engine ended, so all of it does (exit codes: %s)", codes)
             os.kill(os.getpid(), signal.SIGKILL)
