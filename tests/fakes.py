@@ -255,7 +255,7 @@ class FakeEnsemble:
         self.check_done()
 
 
-class FakeIntake:
+class FakePreprocessor:
     """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool.
     There one that is `held` keeps each request until `goes_on` is set, or it is closed.
     """
@@ -275,12 +275,12 @@ class FakeIntake:
         if not held:
             self.goes_on.set()
 
-    def prepare_at_once(
+    def preprocess_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]
     ) -> Preprocessed | None:
-        return None if self._later or self._delay_s else self.prepare(raw, accepted_ns, take_timeout)
+        return None if self._later or self._delay_s else self.preprocess(raw, accepted_ns, take_timeout)
 
-    def prepare(
+    def preprocess(
         self,
         raw: RawRequest,
         accepted_ns: int,

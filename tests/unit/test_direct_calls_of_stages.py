@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, talker_message, thinker_message
+from fakes import HIDDEN, FakePreprocessor, FakeTalkerEngine, FakeThinkerEngine, talker_message, thinker_message
 from session_rig import finished, let_stages_wait, pass_deadlines, pipeline, record
 from triton_omni.core.errors import BadRequest, Overloaded
 from triton_omni.core.settings import ThinkerSettings
@@ -119,7 +119,7 @@ def quick(monkeypatch):
     let_stages_wait(monkeypatch, 0.1)
 
 
-class Hurried(FakeIntake):
+class Hurried(FakePreprocessor):
     """Requests have a deadline of half a second, until it is said that they have not."""
 
     def __init__(self):
@@ -129,10 +129,10 @@ class Hurried(FakeIntake):
         self._session["timeout_s"] = 30.0
 
 
-def check_serves(p, intake=None):
+def check_serves(p, preprocessor=None):
     """The next request has its whole reply, and nothing is left."""
-    if intake is not None:
-        intake.hurry_no_more()
+    if preprocessor is not None:
+        preprocessor.hurry_no_more()
     p.wait_until_empty()
     with pytest.MonkeyPatch.context() as patch:
         let_stages_wait(patch)
@@ -331,8 +331,8 @@ def message_of(to, tensors):
 @pytest.mark.parametrize("name", KEPT)
 def test_a_session_of_which_messages_are_kept_is_over_after_its_deadline(name):
     """In every stage, and all that its caller holds is answered; all sessions that there may be at once."""
-    intake = Hurried()
-    with pipeline(intake=intake, settings=ThinkerSettings(max_sessions=2)) as p:
+    preprocessor = Hurried()
+    with pipeline(preprocessor=preprocessor, settings=ThinkerSettings(max_sessions=2)) as p:
         strangers = [Stranger(p) for _ in range(2)]
         threads = [
             threading.Thread(target=stranger.be_the_ensemble, kwargs={"keeps": KEPT[name]}) for stranger in strangers
@@ -344,12 +344,12 @@ def test_a_session_of_which_messages_are_kept_is_over_after_its_deadline(name):
         p.wait_until_empty()
         wait_for(lambda: all(call.ended.is_set() for stranger in strangers for call in stranger.calls))
         wait_for(lambda: not p.thinker._slots.taken)
-        check_serves(p, intake)
+        check_serves(p, preprocessor)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_heartbeat_that_the_talker_holds_is_given_back_after_the_deadline():
-    with pipeline(intake=FakeIntake(held=True)) as p:
+    with pipeline(preprocessor=FakePreprocessor(held=True)) as p:
         stranger = Stranger(p)
         held = stranger.pass_on("talker", stranger.message(0))
         wait_for(lambda: p.talker._unopened)
@@ -376,7 +376,7 @@ def test_who_passes_nothing_on_is_turned_away_long_before_the_deadline(monkeypat
 
 def test_who_writes_that_token2wav_is_through_is_waited_for_until_the_deadline_alone():
     """The thinker waits for the talker's end, which has nothing of the session."""
-    with pipeline(intake=Hurried()) as p:
+    with pipeline(preprocessor=Hurried()) as p:
         stranger = Stranger(p)
         p.ledgers[2].write(stranger.key(), REACHED)
         p.ledgers[2].write(stranger.key(), CLOSED)
@@ -386,7 +386,7 @@ def test_who_writes_that_token2wav_is_through_is_waited_for_until_the_deadline_a
 @pytest.mark.usefixtures("quick")
 def test_a_stage_that_stands_still_for_ever_is_not_waited_for_as_long(monkeypatch):
     monkeypatch.setattr(open_session, "HELD_UP_AT_MOST_S", 0.2)
-    with pipeline(intake=Hurried()) as p:
+    with pipeline(preprocessor=Hurried()) as p:
         monkeypatch.setattr(p.ledgers[0], "silent_for", lambda stage: 100.0)
         stranger = Stranger(p)
         stranger.pass_on("talker", stranger.message(0))

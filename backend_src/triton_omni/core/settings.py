@@ -226,7 +226,7 @@ class ThinkerSettings(_Frozen):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """Deadline in seconds of a request that names none."""
     preprocess_threads: Positive = 4
-    """Requests prepared at once; each has a thread, and a process that decodes its media."""
+    """Requests preprocessed at once; each has a thread, and a process that decodes its media."""
     media_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
     """Bytes of processed media kept for later requests with the same salt; 0 = none."""
 

@@ -108,11 +108,11 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     engine = ThinkerVllmEngine(checkpoint, settings, device)
     tracer = make_tracer("thinker")
     ledger = _ledger("thinker", _facts(checkpoint, device, settings, config.thinker.decoder.hidden_size))
-    intake = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
+    preprocessor = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     stage = ThinkerStage(
         settings,
         engine,
-        intake,
+        preprocessor,
         ledger,
         device=device,
         hidden_size=config.thinker.decoder.hidden_size,

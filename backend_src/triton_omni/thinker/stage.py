@@ -47,7 +47,7 @@ from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.preprocess_pool import PreprocessPool
-from triton_omni.thinker.preprocessed import Intake, Preprocessed
+from triton_omni.thinker.preprocessed import Preprocessed, RequestPreprocessor
 from triton_omni.thinker.request_metrics import RequestMetrics
 from triton_omni.thinker.slots import Slots
 
@@ -65,7 +65,7 @@ class ThinkerStage:
 
     Args:
         engine: stepped by this stage's loop alone.
-        intake: turns a raw request into a prepared one.
+        preprocessor: checks, decodes and tokenises raw requests.
         device: of the engine.
         hidden_size: H of the rows; dtype: of the links, the same in the talker.
         tracer: of the stage's spans.
@@ -75,7 +75,7 @@ class ThinkerStage:
         self,
         settings: ThinkerSettings,
         engine: ThinkerEngine,
-        intake: Intake,
+        preprocessor: RequestPreprocessor,
         ledger: SessionLedger,
         *,
         device: torch.device,
@@ -89,7 +89,7 @@ class ThinkerStage:
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
         self._open: dict[str, OpenSession] = {}
-        self._preparing = PreprocessPool(intake, settings.preprocess_threads)
+        self._preprocess_pool = PreprocessPool(preprocessor, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
         seal = ledger.seal("thinker")
@@ -141,7 +141,7 @@ class ThinkerStage:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
         # Running preprocessing is not waited for: its sessions are answered, and its results are dropped.
-        self._preparing.close()
+        self._preprocess_pool.close()
         if self._loop.stop():
             self._leave_all()
             self._sender.ring.close()
@@ -160,7 +160,7 @@ class ThinkerStage:
         yield from self._health.metrics()
         yield from self._sender.metrics([session for session in open_now if not session.ended_ns])
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
-        yield from self._preparing.metrics()
+        yield from self._preprocess_pool.metrics()
         yield from memory_metrics(self._device)
 
     def _no_slot(self) -> OmniError:
@@ -172,19 +172,19 @@ class ThinkerStage:
         and holds its request: if this process dies, the client is answered from there.
         """
         take_timeout = functools.partial(self._take_timeout, session)
-        prepared = self._preparing.at_once(session, raw, take_timeout)
-        if isinstance(prepared, Preprocessed):
-            self._open_session(session, prepared)
-        elif prepared is None:
+        preprocessed = self._preprocess_pool.at_once(session, raw, take_timeout)
+        if isinstance(preprocessed, Preprocessed):
+            self._open_session(session, preprocessed)
+        elif preprocessed is None:
             self._sender.send_message(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
         self._loop.post(functools.partial(self._begin, session))
-        if prepared is None:
-            self._preparing.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
+        if preprocessed is None:
+            self._preprocess_pool.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
         else:
-            self._post_admission(session, prepared)
+            self._post_admission(session, preprocessed)
 
-    def _post_admission(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
-        self._loop.post(functools.partial(self._admit, session, prepared))
+    def _post_admission(self, session: OpenSession, preprocessed: Preprocessed | OmniError) -> None:
+        self._loop.post(functools.partial(self._admit, session, preprocessed))
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:
         session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
@@ -249,32 +249,32 @@ class ThinkerStage:
         if self._health.failure is not None:
             self._fail(session, self._health.failure)
 
-    def _admit(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
+    def _admit(self, session: OpenSession, preprocessed: Preprocessed | OmniError) -> None:
         if session.ended_ns:
             return
-        if isinstance(prepared, OmniError):
-            self._fail(session, prepared)
+        if isinstance(preprocessed, OmniError):
+            self._fail(session, preprocessed)
             return
         if session.session is None:
-            self._open_session(session, prepared)
+            self._open_session(session, preprocessed)
         try:
             self._engine.add_sequence(
                 session.key.name,
-                prepared.placed,
-                prepared.sampling,
-                want_rows=prepared.session.want_audio,
-                priority=prepared.session.priority,
+                preprocessed.placed,
+                preprocessed.sampling,
+                want_rows=preprocessed.session.want_audio,
+                priority=preprocessed.session.priority,
             )
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             refusal = as_omni_error(error, session.label)
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
         else:
-            self.request_metrics.prompt_tokens += prepared.session.prompt_tokens
+            self.request_metrics.prompt_tokens += preprocessed.session.prompt_tokens
 
-    def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
+    def _open_session(self, session: OpenSession, preprocessed: Preprocessed) -> None:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
-        self._sender.send_message(session, session.open(prepared))
+        self._sender.send_message(session, session.open(preprocessed))
 
     def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
