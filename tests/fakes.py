@@ -327,7 +327,7 @@ class _FakeEngine:
         self.fail_key: str | None = None
         self.priorities: list[int] = []
         self.step_s = 0.0
-        self.held = False
+        self.paused = False
         self.steps_under_way = 0
         self.steps = 0
         self.closed = False
@@ -338,8 +338,8 @@ class _FakeEngine:
         if self.broken is not None:
             raise self.broken
 
-    def hold(self, held: bool) -> None:
-        self.held = held
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)
@@ -373,7 +373,7 @@ class FakeThinkerEngine(_FakeEngine):
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
 
     def has_work(self):
-        return bool(self.open_keys) and not self.held
+        return bool(self.open_keys) and not self.paused
 
     def step(self):
         self._begin_step()
@@ -436,7 +436,7 @@ class FakeTalkerEngine(_FakeEngine):
         return state is None or not (state.ended or len(state.rows) - state.prompt.prompt_rows > state.spoken)
 
     def has_work(self):
-        return not self.held and not all(map(self.waits, self.open_keys))
+        return not self.paused and not all(map(self.waits, self.open_keys))
 
     def step(self):
         self._begin_step()

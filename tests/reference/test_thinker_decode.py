@@ -225,16 +225,16 @@ def test_a_step_goes_on_behind_a_prompt_beside_a_reply_to_an_image(pair: Pair, h
     pair.drain()
 
 
-def test_steps_go_on_behind_a_hold(pair: Pair, hf: HfReference) -> None:
-    """What is under way is taken while nothing begins; then the same steps follow as without a hold."""
+def test_steps_go_on_after_a_pause(pair: Pair, hf: HfReference) -> None:
+    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
     pair.add("held", ask(hf, "hello"), GREEDY)
     pair.step(8)
-    pair.each("hold", True)
+    pair.each("pause", True)
     went_on = len(pair.steady)
     pair.step(4)
     assert len(pair.steady) == went_on
     assert all(engine.steps_under_way == 0 for engine in pair.engines)
-    pair.each("hold", False)
+    pair.each("pause", False)
     pair.drain()
     assert len(pair.steady) > went_on
 

@@ -169,8 +169,8 @@ def test_a_forged_message_of_an_open_session_changes_nothing(to, name, secret):
     """Who writes it knows all of the session but the secret."""
     with pipeline(thinker=FakeThinkerEngine(length=10)) as p:
         thinker, go = p.engines[0], threading.Event()
-        thinker.held = True
-        hold, thinker.hold = thinker.hold, lambda held: hold(held or not go.is_set())
+        thinker.paused = True
+        pause, thinker.pause = thinker.pause, lambda paused: pause(paused or not go.is_set())
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.to_token2wav)
         opening = thinker_message(ensemble.to_talker[0])

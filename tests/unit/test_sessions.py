@@ -122,7 +122,7 @@ def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
         wait_for(lambda: p.engines[1].steps > 0)
         for ledger in p.ledgers[:2]:
             monkeypatch.setattr(ledger, "device_claimed", lambda: True)
-        wait_for(lambda: thinker.held and p.engines[1].held)
+        wait_for(lambda: thinker.paused and p.engines[1].paused)
         steps = thinker.steps
         # One is under way: it is taken, and no other follows.
         monkeypatch.setattr(thinker, "has_work", lambda: thinker.steps == steps)
@@ -140,8 +140,8 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     waveform.window = 5
     with pipeline(thinker=thinker, talker=talker, waveform=waveform) as p:
         rested = []
-        hold, writes, speaks = thinker.hold, thinker.has_work, talker.has_work
-        thinker.hold = lambda held: (rested.append(thinker.steps) if held else None, hold(held))
+        pause, writes, speaks = thinker.pause, thinker.has_work, talker.has_work
+        thinker.pause = lambda paused: (rested.append(thinker.steps) if paused else None, pause(paused))
         # It writes once token2wav has said what the window takes, and the codes come once it has rested.
         thinker.has_work = lambda: writes() and wanted(p) is not None
         talker.has_work = lambda: speaks() and bool(rested)

@@ -334,7 +334,7 @@ class ThinkerEngine(AnyEngine, Protocol):
         Among waiting sequences the lowest `priority` is next, then the oldest.
         """
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     @property
@@ -370,7 +370,7 @@ class TalkerEngine(FedEngine, Protocol):
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     def step(self) -> list[TalkerOutput]:

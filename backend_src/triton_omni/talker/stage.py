@@ -177,10 +177,10 @@ class TalkerStage:
         # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
         # that has just ended.
         self._sender.send(sessions.values(), self._interval_ns)
-        held = self._ledger.device_claimed()
-        self._engine.hold(held)
-        self._loop.waits_for = self._health.waits_for("claim" if held else None)
-        if held:
+        paused = self._ledger.device_claimed()
+        self._engine.pause(paused)
+        self._loop.waits_for = self._health.waits_for("claim" if paused else None)
+        if paused:
             delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)

@@ -223,12 +223,12 @@ class ThinkerStage:
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
-        held = rule is not None
-        self._engine.hold(held)
+        paused = rule is not None
+        self._engine.pause(paused)
         self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()
-        return CLAIMED_POLL_S if held else delay
+        return CLAIMED_POLL_S if paused else delay
 
     def _must_pause(self, now: int) -> bool:
         """Return True if every pending first window waits only for the later stages."""

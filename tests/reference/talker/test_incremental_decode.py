@@ -201,20 +201,20 @@ def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once, monkeypatch):
     pair.drain().close()
 
 
-def test_steps_go_on_behind_a_hold(pair, cases):
-    """What is under way is taken while nothing begins; then the same steps follow as without a hold."""
+def test_steps_go_on_after_a_pause(pair, cases):
+    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
     pair.speak(cases, 2, 4)
     pair.step(3)
     for length in range(1, 6):
         pair.step(length)
         went_on = len(pair.steady)
-        pair.each("hold", True)
+        pair.each("pause", True)
         under_way = len(pair.spoken[0].codes["2"])
         while any(engine.has_work() for engine in pair.engines):
             pair.step()
         assert len(pair.spoken[0].codes["2"]) - under_way <= 2
         assert len(pair.steady) == went_on
-        pair.each("hold", False)
+        pair.each("pause", False)
     pair.drain().close()
 
 

@@ -71,7 +71,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
 
         Where all have to wait, a later call may still give it, unless vLLM schedules another step before.
         """
-        if self._decoding is None or self.held or not self._goes_on(self._decoding):
+        if self._decoding is None or self.paused or not self._goes_on(self._decoding):
             return None
         new_blocks = self._allocate(self._active)
         for request in self._active:

@@ -89,9 +89,9 @@ class MediaCache(EncoderCacheManager):
 
 
 class PausableMixin(_Scheduler):
-    """While `held`, there is nothing to schedule."""
+    """While `paused`, there is nothing to schedule."""
 
-    held = False
+    paused = False
     idle = False
     """True if vLLM's last step was empty."""
 
@@ -103,7 +103,7 @@ class PausableMixin(_Scheduler):
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now."""
-        return not self.held and bool(super().has_requests())
+        return not self.paused and bool(super().has_requests())
 
 
 class PausableScheduler(PausableMixin, MediaScheduleMixin, Scheduler):

@@ -158,9 +158,9 @@ class TalkerVllmEngine:
             self.abort(key)
             self._silent.append(key)
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
-        self._core.scheduler.held = held
+        self._core.scheduler.paused = paused
 
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""

@@ -58,7 +58,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
 
     def can_advance(self) -> bool:
         """True if `schedule` would give a step anything to compute now."""
-        if self.held:
+        if self.paused:
             return False
         if not all(map(self.waits, self.running)):
             return True

@@ -210,9 +210,9 @@ class ThinkerVllmEngine:
         self._sequences[key] = Sequence(key, request_id, want_rows, release, detokenizer, structured, speech)
         self._keys[request_id] = key
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
-        self._core.scheduler.held = held
+        self._core.scheduler.paused = paused
 
     @property
     def steps_under_way(self) -> int:
