@@ -171,7 +171,7 @@ class Layout:
 
 
 class IncrementalDecodeMixin(_Runner):
-    """Adds `go_on` to vLLM's runner. The stage defines the network's inputs and the draw.
+    """Adds `launch_incremental` to vLLM's runner. The stage defines the network's inputs and the draw.
 
     Put it right before the platform's runner in the bases, which have a `FusedDecodeMixin` too.
     """
@@ -206,7 +206,7 @@ class IncrementalDecodeMixin(_Runner):
         return super().execute_model(scheduler_output, intermediate_tensors)
 
     @torch.inference_mode()
-    def go_on(self, step: IncrementalStep) -> StepInFlight:
+    def launch_incremental(self, step: IncrementalStep) -> StepInFlight:
         """Launch a step; the one before must have drawn for every sequence of the same batch, in either way.
 
         All that vLLM keeps of a step is kept here too, so that the next may be one of its own.

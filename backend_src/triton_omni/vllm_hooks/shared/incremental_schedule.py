@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
+"""A scheduler for incremental decode steps: it schedules them, and takes their results, in a few operations.
 
-vLLM decides about every sequence anew at every step. While those that decoded go on or wait, nothing is to be decided
-but who needs a cache block; for how many steps that stays so is known in advance. A waiting sequence keeps its place in
-the runner's batch. So the others' steps stay incremental, and its own after the wait. Everything else is left to vLLM's
-own way. It does not know why a sequence waits. `core_step` is a step of vLLM's engine in either way.
+vLLM decides about every sequence anew at every step. While the same sequences decode or wait, the only question left is
+which of them need a cache block, and the number of such steps is known in advance. A waiting sequence keeps its place
+in the runner's batch, so the others' steps stay incremental, and so do its own after the wait. vLLM schedules all other
+steps. This module does not know why a sequence waits. `core_step` runs either kind of step.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ else:
 class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     """Adds `schedule_further` to vLLM's asynchronous scheduler.
 
-    Where the next ids depend on what the last were (a grammar), and while a prompt's media are kept, every step is
-    vLLM's.
+    Every step is vLLM's if the next ids depend on the last ones (a grammar), and while a prompt's media are kept.
 
     Put it before `AsyncScheduler` in the bases.
     """
 
     _decoding: list[Request] | None = None
-    """The requests of the last step of vLLM's own, if it drew for them all, so that they decode from there on."""
+    """The requests of vLLM's last own step, if that drew a token for each; else None."""
     _left_out: list[Request]
-    """Those that ran too, but had to wait."""
+    """Running requests that waited during that step."""
     _active: list[Request]
-    """Those that decode of the first."""
+    """Requests of `_decoding` that decode now."""
     _idle: list[Request]
-    """Those of them that wait now."""
+    """Requests of `_decoding` that wait now."""
     _shares: dict[str, int]
     _stops: frozenset[int]
     _further: int = 0
-    """For how many steps nothing but a new or an ended request can stop one of them."""
+    """Number of steps that only a new or an ended request can prevent."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step in vLLM's own way."""
@@ -66,12 +65,12 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return output
 
     def schedule_further(self) -> IncrementalStep | None:
-        """The next step, if it is one of no other sequences than the last of vLLM's own, one token each of those that
-        need not wait; otherwise None.
+        """Return the next step, one token for each sequence of vLLM's last own step that need not wait; None if any
+        other sequence takes part, or if all must wait.
 
-        Where all have to wait, a later call may still give it, unless vLLM schedules another step before.
+        After a wait of all, a later call may still return a step, unless vLLM schedules one before.
         """
-        if self._decoding is None or self.paused or not self._goes_on(self._decoding):
+        if self._decoding is None or self.paused or not self._can_continue(self._decoding):
             return None
         new_blocks = self._allocate(self._active)
         for request in self._active:
@@ -99,8 +98,8 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
             return False
         return not self.encoder_cache_manager.get_cached_input_ids(request)
 
-    def _goes_on(self, decoding: list[Request]) -> bool:
-        # A step of vLLM's tells the runner of them.
+    def _can_continue(self, decoding: list[Request]) -> bool:
+        # Only vLLM's own step passes these on to the runner.
         if self.finished_req_ids or self.needs_kv_cache_zeroing or self.encoder_cache_manager.freed:
             return False
         if len(self.running) != len(decoding) + len(self._left_out) or not all(map(self.waits, self._left_out)):
@@ -185,23 +184,23 @@ def _stops(request: Request) -> set[int]:
 
 
 NAP_S: Final = 0.001
-"""How long a step rests that found nothing to do, as those of vLLM's own processes do."""
+"""A step that found nothing to do sleeps for so long, as vLLM's own processes do."""
 
 
 def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     """Return the result of one step; with asynchronous scheduling that of the previous one.
 
-    Where nobody can go on now, such as a sequence whose grammar is being compiled, it rests for a moment.
+    Sleeps for `NAP_S` if no sequence can continue now, such as one whose grammar is being compiled.
 
     Args:
         client: vLLM's in-process client of its engine's core.
         runner: the model runner of this process, the only one where the scheduler is a `IncrementalScheduleMixin`.
     """
     core = client.engine_core
-    # Others' steps, synchronous ones among them, are all vLLM's own.
+    # All steps of other schedulers, such as synchronous ones, are vLLM's own.
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, IncrementalScheduleMixin) else None
-    given = _whole_step(client) if step is None else _go_on(core, runner, step)
-    if not given and core.scheduler.idle and _nobody_goes_on(core):
+    given = _whole_step(client) if step is None else _incremental_step(core, runner, step)
+    if not given and core.scheduler.idle and _is_blocked(core):
         with SpentOn("input"):
             time.sleep(NAP_S)
     return given
@@ -213,7 +212,7 @@ def _whole_step(client: Any) -> list[EngineCoreOutput]:
         return given
 
 
-def _nobody_goes_on(core: Any) -> bool:
+def _is_blocked(core: Any) -> bool:
     """True if no step computes anything although a request waits for service."""
     under_way = core.batch_queue or ()
     if any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in under_way):
@@ -221,9 +220,9 @@ def _nobody_goes_on(core: Any) -> bool:
     return bool(core.scheduler.has_unfinished_requests())
 
 
-def _go_on(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutput]:
-    """vLLM's `EngineCore.step_with_batch_queue` of a steady step: launch it, then take the one before."""
-    launched = runner.go_on(step)
+def _incremental_step(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutput]:
+    """vLLM's `EngineCore.step_with_batch_queue` for an incremental step: launch it, then take the one before."""
+    launched = runner.launch_incremental(step)
     core.batch_queue.appendleft((launched, step, launched))
     if len(core.batch_queue) < core.batch_queue_size:
         return []

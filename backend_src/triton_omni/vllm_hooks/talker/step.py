@@ -58,10 +58,10 @@ class TalkerStep:
             ids, positions: int32 [N] and int64 [3, N], brought up to date in place.
             table: [V, H], the embeddings of ids.
         """
-        self.go_on(ids, positions)
+        self.lay_out_next(ids, positions)
         return self.condition(ids, table.index_select(0, ids))
 
-    def go_on(self, ids: Tensor, positions: Tensor) -> None:
+    def lay_out_next(self, ids: Tensor, positions: Tensor) -> None:
         """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
 
         In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.

@@ -84,7 +84,7 @@ class ThinkerVllmEngine:
             worker_cls=_WORKER,
             scheduler_cls=scheduler_name(
                 ahead=schedules_ahead(settings.engine, device),
-                steady=settings.steady_decode and settings.tensor_parallel_size == 1,
+                incremental=settings.steady_decode and settings.tensor_parallel_size == 1,
                 prefix_caching=settings.prefix_caching,
             ),
             prefix_caching=settings.prefix_caching,
