@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's incremental steps give the ids and rows of vLLM's own steps, and leave vLLM's records as those would."""
+"""The thinker's incremental steps give the ids and rows of vLLM's own, and leave vLLM's records as those would."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPILED_S = 300
 
 
 class Pair:
-    """Two engines that are told the same: one takes incremental steps where it can, the other schedules every step in vLLM's way."""
+    """Two engines of the same calls: one takes incremental steps where it can, the other only vLLM's own."""
 
     def __init__(self, engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines = engines

@@ -440,10 +440,10 @@ def test_a_preempted_sequence_gives_each_row_once(
     sizes = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_tokens": 256}
     with engine_of(tiny_checkpoint, ahead=ahead, **sizes) as small:
         preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
-        before = _count_calls(small._runner, "launch_incremental", monkeypatch)
+        incremental = _count_calls(small._runner, "launch_incremental", monkeypatch)
         answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
         assert preempted
-        assert bool(before) == ahead
+        assert bool(incremental) == ahead
         for text, answer in answers.items():
             assert_equals_hf(answer, expected[text])
         assert small.stats() == NOTHING_HELD

@@ -17,7 +17,7 @@ LONG = replace(GREEDY, max_tokens=200, min_tokens=200)
 
 
 class Pair:
-    """Two engines that are told the same: one takes incremental steps where it can, the other schedules every step in vLLM's way."""
+    """Two engines of the same calls: one takes incremental steps where it can, the other only vLLM's own."""
 
     def __init__(self, engines, monkeypatch):
         self.engines = engines

@@ -29,7 +29,13 @@ class PrefixIncrementalScheduler(PrefixCacheMixin, IncrementalAsyncScheduler):
 
 
 def scheduler_name(*, ahead: bool, incremental: bool, prefix_caching: bool) -> str:
-    """Name of the class; `ahead`: a step is launched while the device runs the one before, `incremental`: steps go on."""
+    """Return the class's path.
+
+    Args:
+        ahead: a step is launched while the device runs the one before.
+        incremental: decode steps are incremental where possible; needs `ahead`.
+        prefix_caching: cached prompts are used again.
+    """
     if prefix_caching:
         kind = ("PrefixIncrementalScheduler" if incremental else "PrefixAsyncScheduler") if ahead else "PrefixScheduler"
         return f"triton_omni.vllm_hooks.thinker.prefix_cache.{kind}"
