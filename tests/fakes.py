@@ -88,7 +88,7 @@ class Refused(Exception):
     """Triton does not take a response."""
 
 
-class LinkOutlet:
+class LinkResponseSender:
     """An response sender whose responses become requests of the next stage, as in the ensemble."""
 
     def __init__(self, ensemble: FakeEnsemble, deliver: Callable[[Mapping[str, Value]], None]) -> None:
@@ -185,14 +185,14 @@ class FakeEnsemble:
         self._lock = threading.Lock()
         self._on_the_way = 0
         self.cancelled = False
-        self.senders: list[LinkOutlet] = []
+        self.senders: list[LinkResponseSender] = []
         self.leaked = False
         self.to_talker: list[Mapping[str, Value]] = []
         self.to_token2wav: list[Mapping[str, Value]] = []
         self.reply = Reply()
 
     def submit(self, raw: RawRequest) -> Reply:
-        self._thinker.submit(raw, LinkOutlet(self, self.forward_to_talker))
+        self._thinker.submit(raw, LinkResponseSender(self, self.forward_to_talker))
         return self.reply
 
     def sending_thread(self, name: str) -> Callable[..., object]:
@@ -207,7 +207,7 @@ class FakeEnsemble:
 
         return functools.partial(thread.submit, run_later)
 
-    def fail(self, error: OmniError, sender: LinkOutlet) -> None:
+    def fail(self, error: OmniError, sender: LinkResponseSender) -> None:
         # Triton leaks the request when any other request of it is open, or on its way, at an error response.
         with self._lock:
             others = [other for other in self.senders if other is not sender and not other.finals]
@@ -245,7 +245,7 @@ class FakeEnsemble:
     def _deliver(self, stage, tensors, deliver) -> None:
         time.sleep(self._transit_s)
         if self.reply.error is None:
-            sender = LinkOutlet(self, deliver)
+            sender = LinkResponseSender(self, deliver)
             with self._lock:
                 self._on_the_way -= 1
             stage.submit(tensors, sender)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's incremental steps give the ids and rows of vLLM's own, and leave vLLM's records as those would."""
+"""The thinker's incremental steps give the ids, rows and records of vLLM's own steps."""
 
 from __future__ import annotations
 

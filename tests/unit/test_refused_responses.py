@@ -261,7 +261,7 @@ def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stag
     assert not any(said[:-1])
 
 
-def test_a_client_is_no_stranger_because_heartbeats_were_refused(monkeypatch):
+def test_a_client_is_no_direct_caller_because_heartbeats_were_refused(monkeypatch):
     monkeypatch.setattr("triton_omni.thinker.direct_calls.UNHEARD_FOR_S", 0.05)
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
     with pipeline(preprocessor=FakePreprocessor(delay_s=0.3), settings=settings) as p:

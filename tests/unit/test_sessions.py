@@ -870,14 +870,14 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
 
 def relayed(*messages):
     """What a relay answered of messages with these sequence numbers and texts."""
-    sender = RecordingOutlet()
+    sender = RecordingSender()
     relay = TextRelay(sender, lambda: None)
     for sequence, text in messages:
         relay.forward(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=sequence, text=text))
     return sender.texts, relay
 
 
-class RecordingOutlet:
+class RecordingSender:
     def __init__(self):
         self.texts = []
 

@@ -105,7 +105,7 @@ class LoopClock:
         self._passed_ns: defaultdict[Doing, int] = defaultdict(int)
 
     def attach(self) -> None:
-        """Make this the clock that `SpentOn` switches on the calling thread."""
+        """Make this the clock that `LoopActivity` switches on the calling thread."""
         _of_thread.clock = self
 
     def switch(self, doing: Doing) -> Doing:
@@ -121,7 +121,7 @@ class LoopClock:
             yield Metric("omni_loop_seconds_total", passed_ns / _NS_PER_S, {"doing": doing})
 
 
-class SpentOn:
+class LoopActivity:
     """Within, the loop of this thread does `what`; nothing happens on a thread without a clock.
 
     No generator, which would take three times as long as the two switches.

@@ -51,11 +51,11 @@ def check_schema_limits(schema: dict[str, Any], path: str) -> None:
         TooLarge: a count or a divisor is over its limit.
     """
     _check_numbers(schema, path)
-    walk, nodes = _Walk(), [(path, schema)]
+    checker, nodes = _SchemaChecker(), [(path, schema)]
     while nodes:
         where, node = nodes.pop()
         if isinstance(node, dict):
-            walk.check(node, where)
+            checker.check(node, where)
         nodes += reversed(list(subschemas(node, where)))
 
 
@@ -92,7 +92,7 @@ def _check_numbers(tree: object, path: str) -> None:
             raise BadRequest(f"{path}: {shown(tree)} is below the limit of {LEAST_NUMBER}; it can be given as a string")
 
 
-class _Walk:
+class _SchemaChecker:
     def __init__(self) -> None:
         self._divisor = 1
         self._patterns = 0

@@ -126,7 +126,7 @@ class Readiness:
         try:
             say(self._control, self._repository, _STANDSTILL_MODEL)
         except (ModelControlError, OSError) as error:
-            # The next `tell` tries again. A failure that lasts is counted each time and reported once.
+            # The next `set_ready` tries again. A failure that lasts is counted each time and reported once.
             self.on_fault()
             if str(error) != self._failure:
                 wanted = "ready" if ready else "not ready"

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMetrics:
-    """Metrics that the stage's loop updates; `figures` is called by another thread.
+    """Metrics that the stage's loop updates; another thread calls `metrics`.
 
     Args:
         ledger: where the other stages publish how they ended a request.

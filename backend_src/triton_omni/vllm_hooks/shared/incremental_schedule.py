@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from triton_omni.core.metrics import SpentOn
+from triton_omni.core.metrics import LoopActivity
 from triton_omni.vllm_hooks.shared.compat import (
     AsyncScheduler,
     EngineCoreOutput,
@@ -201,13 +201,13 @@ def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, IncrementalScheduleMixin) else None
     given = _whole_step(client) if step is None else _incremental_step(core, runner, step)
     if not given and core.scheduler.idle and _is_blocked(core):
-        with SpentOn("input"):
+        with LoopActivity("input"):
             time.sleep(NAP_S)
     return given
 
 
 def _whole_step(client: Any) -> list[EngineCoreOutput]:
-    with SpentOn("vllm_step"):
+    with LoopActivity("vllm_step"):
         given: list[EngineCoreOutput] = client.get_output().outputs
         return given
 
@@ -227,7 +227,7 @@ def _incremental_step(core: Any, runner: Any, step: IncrementalStep) -> list[Eng
     if len(core.batch_queue) < core.batch_queue_size:
         return []
     oldest, scheduled, _ = core.batch_queue.pop()
-    with SpentOn("device"):
+    with LoopActivity("device"):
         result = oldest.result()
     outputs = core.scheduler.update_from_output(scheduled, result).get(0)
     return [] if outputs is None else outputs.outputs

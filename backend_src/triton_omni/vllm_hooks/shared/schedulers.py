@@ -66,7 +66,7 @@ class MediaScheduleMixin(_Scheduler):
         return [medium for medium in media if medium not in early], tokens, budget, loaded, repeated
 
 
-class MediaCache(EncoderCacheManager):
+class EagerEncoderCacheManager(EncoderCacheManager):
     """vLLM's account of encoded media, from which one goes at once when no request needs it any more.
 
     vLLM keeps it until there is no room for another, in case a request brings the same. Here a later request finds its

@@ -17,7 +17,7 @@ from triton_omni.core.gpu import to_device
 from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, Layout
 from triton_omni.vllm_hooks.shared.sampling import CounterNoiseMixin
-from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowCollector
 from triton_omni.vllm_hooks.thinker.networks import ThinkerNetwork
 
 
@@ -25,7 +25,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
     """Lays a step's inputs out on the device, from those of the step before."""
 
     if TYPE_CHECKING:
-        row_tap: RowTap
+        row_collector: HiddenRowCollector
 
     _begin: Callable[[Tensor, bool], None] | None = None
     """Lays out the step after these ids, int32 [B], by a kernel; the flag tells whether its draws use numbers of the
@@ -48,7 +48,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         def begin_decode(drawn: Tensor, draws: bool) -> None:
             begin_step(drawn, table.weight, inputs, places, numbers if draws else None)
 
-        self._begin, self.row_tap.finish = begin_decode, finish
+        self._begin, self.row_collector.finish = begin_decode, finish
         for draws in (False, True):
             begin_decode(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
         finish(inputs[:1], inputs[:1])

@@ -45,14 +45,14 @@ from triton_omni.vllm_hooks.shared.platform import lone_groups
 from triton_omni.vllm_hooks.shared.quantization import quantization_arguments
 from triton_omni.vllm_hooks.shared.schedulers import PrefixCacheMixin
 from triton_omni.vllm_hooks.thinker import networks, prompt_media
-from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowCollector
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import prefix_keys, salted, scheduler_name
 from triton_omni.vllm_hooks.thinker.rows import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, end_ids, stop_string_of, to_parameters
 
 _WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
-_MEDIA_CACHE = "triton_omni.vllm_hooks.shared.schedulers.MediaCache"
+_ENCODER_CACHE_MANAGER = "triton_omni.vllm_hooks.shared.schedulers.EagerEncoderCacheManager"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -96,7 +96,7 @@ class ThinkerVllmEngine:
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
-            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_MEDIA_CACHE),
+            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_ENCODER_CACHE_MANAGER),
             structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         with lone_groups(settings.tensor_parallel_size):
@@ -104,7 +104,7 @@ class ThinkerVllmEngine:
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
         self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
-        self._tap: RowTap = self._runner.row_tap
+        self._row_collector: HiddenRowCollector = self._runner.row_collector
         self._model: Any = self._runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config
         networks.check_time_scale(config)
@@ -201,7 +201,7 @@ class ThinkerVllmEngine:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
         is_shared = self._prefixes is not None and "cache_salt" in placed.engine_input
-        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
+        self._row_collector.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
         speech = Speech(sampling)
         release = RowRelease(len(placed.prompt_token_ids), cuts=speech.cuts)
         # Kept, since vLLM forgets them before it tells how the reply ended.
@@ -279,7 +279,7 @@ class ThinkerVllmEngine:
         """Release the device; the engine cannot be used afterwards."""
         for key in tuple(self._sequences):
             self._give_up(key)
-        self._tap.steps.clear()
+        self._row_collector.steps.clear()
         self._llm.engine_core.shutdown()
 
     def _media_places(self, placed: ThinkerPlaced) -> NDArray[np.bool_]:
@@ -316,8 +316,8 @@ class ThinkerVllmEngine:
 
     def _collect_rows(self) -> None:
         """Sort the steps' rows that have arrived to their sequences, and note which got some."""
-        while self._tap.steps and self._tap.steps[0].arrived:
-            step = self._tap.steps.popleft()
+        while self._row_collector.steps and self._row_collector.steps[0].arrived:
+            step = self._row_collector.steps.popleft()
             finite = bool(step.finite.all())
             for segment in step.segments:
                 key = self._keys.get(segment.request_id)
@@ -367,7 +367,7 @@ class ThinkerVllmEngine:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
-            text=completion.text if reader is None else reader.told.text,
+            text=completion.text if reader is None else reader.delta.text,
             token_ids=tuple(completion.token_ids),
             cached_tokens=news.num_cached_tokens or 0,
             rows=rows.rows,
@@ -375,7 +375,7 @@ class ThinkerVllmEngine:
             rows_ready=rows.rows_ready,
             finish_reason=None if error or finish is None else sequence.speech.why_finished(finish, stop_string),
             stop_string=stop_string,
-            calls=() if reader is None else reader.told.calls,
+            calls=() if reader is None else reader.delta.calls,
             rows_done=sequence.rows_done,
             error=error,
             is_refused=given_up is not None,
@@ -395,6 +395,6 @@ class ThinkerVllmEngine:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._keys.pop(sequence.request_id)
-            self._tap.forget(sequence.request_id)
+            self._row_collector.forget(sequence.request_id)
             self._runner.forget_place(sequence.request_id)
         return sequence

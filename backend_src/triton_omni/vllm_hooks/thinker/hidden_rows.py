@@ -141,7 +141,7 @@ class _Followed:
         return first
 
 
-class RowTap:
+class HiddenRowCollector:
     """Knows the requests, and keeps the rows of steps until they are taken.
 
     Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
@@ -275,11 +275,11 @@ def finish(rows: Tensor | None, hidden: Tensor, kept: Kept | None = None) -> Ten
 
 
 class HiddenRowsMixin(_Runner):
-    """Adds `row_tap` to vLLM's V1 model runner. Put it before the platform's runner in the bases."""
+    """Adds `row_collector` to vLLM's V1 model runner. Put it before the platform's runner in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.row_tap = RowTap()
+        self.row_collector = HiddenRowCollector()
         # Every rank has all rows; those of rank 0 are taken.
         self._gives_rows = not self.parallel_config.rank
 
@@ -300,7 +300,7 @@ class HiddenRowsMixin(_Runner):
         inputs_embeds[int(bounds[len(batch.req_ids)]) :].zero_()
         if not self._gives_rows:
             return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
-        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        plan = self.row_collector.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         taken = self._take_embeddings(plan, inputs_embeds)
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         self._record_rows(plan, taken, hidden)
@@ -310,7 +310,7 @@ class HiddenRowsMixin(_Runner):
         return plan.take_embeddings(inputs_embeds)
 
     def _record_rows(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
-        self.row_tap.record(plan, taken, hidden)
+        self.row_collector.record(plan, taken, hidden)
 
 
 def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:

@@ -217,17 +217,17 @@ class RowMirrorMixin(HiddenRowsMixin):
             self.mirror = RowMirror(config.num_blocks, group.kv_cache_spec.block_size, inputs)
             # Compiled here where it is a kernel; all of this is zero and stays so.
             first = Kept(self.mirror.rows, torch.zeros(1, dtype=torch.int64, device=inputs.device))
-            self.row_tap.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
+            self.row_collector.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
 
     @property
     def _used_mirror(self) -> RowMirror | None:
-        return self.mirror if self.row_tap.shared else None
+        return self.mirror if self.row_collector.shared else None
 
     def _model_forward(self, *args: Any, **named: Any) -> Any:
         batch, mirror = self.input_batch, self._used_mirror
-        if mirror is not None and (parts := self.row_tap.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
+        if mirror is not None and (parts := self.row_collector.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
             blocks = [self.requests[part.request_id].block_ids[0] for part in parts]
-            self.row_tap.steps.append(mirror.read(parts, blocks))
+            self.row_collector.steps.append(mirror.read(parts, blocks))
         return super()._model_forward(*args, **named)
 
     def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
@@ -236,7 +236,7 @@ class RowMirrorMixin(HiddenRowsMixin):
             return super()._take_embeddings(plan, inputs_embeds)
         batch, bounds = self.input_batch, self.query_start_loc.np
         embeddings = inputs_embeds[: int(bounds[len(batch.req_ids)])].clone()
-        media = self.row_tap.media_places(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        media = self.row_collector.media_places(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         if len(media):
             embeddings.index_fill_(0, to_device(torch.from_numpy(media), embeddings.device), 0)
         return embeddings
@@ -246,4 +246,4 @@ class RowMirrorMixin(HiddenRowsMixin):
             super()._record_rows(plan, taken, hidden)
             return
         slots = self.input_batch.block_table[0].slot_mapping.gpu[: taken.shape[0]]
-        self.row_tap.record_kept(plan, taken, hidden, Kept(mirror.rows, slots))
+        self.row_collector.record_kept(plan, taken, hidden, Kept(mirror.rows, slots))

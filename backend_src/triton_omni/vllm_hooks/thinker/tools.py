@@ -80,7 +80,7 @@ def _json(schema: str) -> str:
 # --- calls in a reply -------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class ReplyDelta(NamedTuple):
     """What a step's text tells."""
 
     text: str = ""
@@ -97,7 +97,7 @@ class CallReader:
     def __init__(self) -> None:
         self.said = 0
         """Characters of the text that are said."""
-        self.told = Told()
+        self.delta = ReplyDelta()
         """What the last step's text told."""
         self._text = ""
         # It reads text, no tokens.
@@ -117,7 +117,7 @@ class CallReader:
         if is_last and not self.has_begun:
             content += self._text[self.said :]
             self.said = len(self._text)
-        self.told = Told(content, tuple(map(_piece, found.tool_calls if found else ())))
+        self.delta = ReplyDelta(content, tuple(map(_piece, found.tool_calls if found else ())))
 
 
 def _piece(call: Any) -> CallPiece:
