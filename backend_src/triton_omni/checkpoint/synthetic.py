@@ -230,7 +230,7 @@ def _draw(planned: PlannedTensor, rules: WeightRules, device: torch.device) -> d
     return {name: tensor.cpu() for name, tensor in drawn.items()}
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     if given.out is None:
-        sys.stdout.write(f"{ensure_checkpoint(given.size, progress=_tell)}{os.linesep}")
+        sys.stdout.write(f"{ensure_checkpoint(given.size, progress=_print_progress)}{os.linesep}")
         return
     dtype = _DTYPES[given.dtype] if given.dtype else None
     size, four_bit = split_name(given.size)
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
         four_bit=four_bit,
         dtype=dtype,
         device=given.device,
-        progress=_tell,
+        progress=_print_progress,
     )
     sys.stdout.write(f"{given.out}{os.linesep}")
 

@@ -74,7 +74,7 @@ class StageAdapter:
         """Take requests; each is answered later through its own sender, and alone: one bad one harms no other."""
         self._metrics.start()
         for request in requests:
-            self._take(request)
+            self._accept(request)
 
     def close(self) -> None:
         """End every session, send what is due, and stop."""
@@ -88,7 +88,7 @@ class StageAdapter:
                 ending.callback(thread.close)
             ending.callback(self._stage.close)
 
-    def _take(self, request: Any) -> None:
+    def _accept(self, request: Any) -> None:
         sender = TritonResponseSender(self._pb_utils, request, self._threads)
         try:
             self._submit(request, sender)

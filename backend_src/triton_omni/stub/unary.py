@@ -188,7 +188,7 @@ class UnaryModel:
             sender = TritonResponseSender(self._pb_utils, request, (self._sending,))
             self._open_requests.open()
             try:
-                self._take(request, sender)
+                self._accept(request, sender)
             except OmniError as error:
                 error.stage = error.stage or "unary"
                 sender.fail(error, self._open_requests.close)
@@ -205,7 +205,7 @@ class UnaryModel:
             self._board.set_word(PID, 0, "unary")
             self._board.close()
 
-    def _take(self, request: Any, sender: TritonResponseSender) -> None:
+    def _accept(self, request: Any, sender: TritonResponseSender) -> None:
         message = to_message(request)
         if not self._places.acquire(blocking=False):
             limit = f"all {self._settings.max_requests} unary requests are in use"

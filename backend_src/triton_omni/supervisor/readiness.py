@@ -102,7 +102,7 @@ class Readiness:
         """
         if ready == self._said or (self._telling is not None and self._telling.is_alive()):
             return
-        self._telling = threading.Thread(target=self._say, args=(ready,), name="readiness", daemon=True)
+        self._telling = threading.Thread(target=self._publish, args=(ready,), name="readiness", daemon=True)
         self._telling.start()
 
     def end(self) -> None:
@@ -121,7 +121,7 @@ class Readiness:
             if thread is not None:
                 thread.join(timeout_s)
 
-    def _say(self, ready: bool) -> None:
+    def _publish(self, ready: bool) -> None:
         say = say_ready if ready else say_unready
         try:
             say(self._control, self._repository, _STANDSTILL_MODEL)

@@ -133,9 +133,9 @@ class StartReport:
         self._left = list(stages)
         self._begin = self._looked = clock()
         self._reminder_s = _FIRST_REMINDER_S
-        _say(f"tritonserver is process {pid}, its log {'is here' if log is None else log}")
+        _report(f"tritonserver is process {pid}, its log {'is here' if log is None else log}")
         if stages:
-            _say(f"{_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
+            _report(f"{_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
 
     def look(self) -> None:
         """See what has been loaded since; to be called again and again."""
@@ -145,15 +145,15 @@ class StartReport:
         self._looked, seconds = now, now - self._begin
         for stage in set(self._left).intersection(self._loaded(self._pid)):
             self._left.remove(stage)
-            _say(f"{stage} is loaded after {seconds:.0f} s")
+            _report(f"{stage} is loaded after {seconds:.0f} s")
         if self._left and seconds >= self._reminder_s:
             self._reminder_s *= 2
-            _say(f"{_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
+            _report(f"{_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
 
     @staticmethod
     def warms_up() -> None:
         """All models are loaded, and the server's own first reply is asked for."""
-        _say("all models are loaded; a first reply is spoken, so that callers need not wait for what it prepares")
+        _report("all models are loaded; a first reply is spoken, so that callers need not wait for what it prepares")
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -161,7 +161,7 @@ def _joined(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"starting: {text}", file=sys.stderr, flush=True)
 
 

@@ -193,7 +193,7 @@ class TalkerStage:
             self._batches.observe(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._sessions.open.get(output.key))]
         for session, output in pairs:
-            self._take(session, output)
+            self._handle_output(session, output)
         open_now = [session for session, _ in pairs if session.key.name in self._sessions.open]
         self._sender.send(open_now, self._interval_ns)
 
@@ -287,7 +287,7 @@ class TalkerStage:
             session.send_queue.finish_text()
         self._sender.send([session], self._interval_ns)
 
-    def _take(self, session: OpenSession, output: TalkerOutput) -> None:
+    def _handle_output(self, session: OpenSession, output: TalkerOutput) -> None:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="talker"))
             return

@@ -177,7 +177,7 @@ class ThinkerStage:
             self._open_session(session, preprocessed)
         elif preprocessed is None:
             self._sender.send_message(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
-        self._loop.post(functools.partial(self._begin, session))
+        self._loop.post(functools.partial(self._register, session))
         if preprocessed is None:
             self._preprocess_pool.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
         else:
@@ -207,7 +207,7 @@ class ThinkerStage:
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             if not session.ended_ns:
-                self._take(session, output)
+                self._handle_output(session, output)
         self._send(session for session, _ in pairs)
 
     def poll(self) -> float:
@@ -244,7 +244,7 @@ class ThinkerStage:
         """Handle an exception of the engine: end every session with an error, refuse later ones."""
         self._health.fail(error, self._end_all)
 
-    def _begin(self, session: OpenSession) -> None:
+    def _register(self, session: OpenSession) -> None:
         self._open[session.key.name] = session
         if self._health.failure is not None:
             self._fail(session, self._health.failure)
@@ -276,7 +276,7 @@ class ThinkerStage:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
         self._sender.send_message(session, session.open(preprocessed))
 
-    def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
+    def _handle_output(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
             kind = BadRequest if output.is_refused else InternalError
             self._fail(session, kind(output.error, stage="thinker"))

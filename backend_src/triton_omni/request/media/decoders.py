@@ -84,7 +84,7 @@ class Decoders:
     @contextmanager
     def _borrowed(self) -> Iterator[KillableProcess]:
         """A process that is used again, unless its work was cut short."""
-        process = self._take()
+        process = self._idle_or_new()
         is_sound = False
         try:
             yield process
@@ -95,7 +95,7 @@ class Decoders:
         finally:
             self._give_back(process, is_sound=is_sound)
 
-    def _take(self) -> KillableProcess:
+    def _idle_or_new(self) -> KillableProcess:
         """An idle process that still runs, or a new one."""
         with self._lock:
             if self._is_closed:  # a fork server started from here on would outlive its owner's use

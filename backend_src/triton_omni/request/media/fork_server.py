@@ -33,7 +33,7 @@ def main(module: str, descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` is closed."""
     importlib.import_module(module)
     ends: dict[int, int] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _tell(ends))
+    signal.signal(signal.SIGCHLD, lambda *_: _report_ends(ends))
     with socket.socket(fileno=descriptor) as control:
         while True:
             memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
@@ -65,7 +65,7 @@ def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, end
         os._exit(1)
 
 
-def _tell(ends: dict[int, int]) -> None:
+def _report_ends(ends: dict[int, int]) -> None:
     """Say how processes ended, to whom it concerns."""
     while ends:
         pid, status = os.waitpid(-1, os.WNOHANG)

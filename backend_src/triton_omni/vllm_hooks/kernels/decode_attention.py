@@ -158,7 +158,7 @@ def _with_own_token(best, total, summed, query_1, query_2, key_1, key_2, value, 
 
 
 @triton.jit
-def _leave(part, wanted, best, total, summed):
+def _store_partial(part, wanted, best, total, summed):
     """Leave the `wanted` rows of a running softmax at `part` [GROUP] for whoever puts all of them together."""
     WIDTH: tl.constexpr = summed.shape[1]
     tl.store(part[:, None] + tl.arange(0, WIDTH)[None, :], summed, mask=wanted[:, None])
@@ -167,7 +167,7 @@ def _leave(part, wanted, best, total, summed):
 
 
 @triton.jit
-def _left(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+def _load_partial(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """Load the partial result of one of the `used` programs, past this one's own cache (.cg); programs after the last
     give nothing.
     """
@@ -185,10 +185,10 @@ def _all_parts(parts, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.
     """Put together what all programs left; by four, which are on their way at once."""
     best, total, summed = _nothing_seen(parts.shape[0], WIDTH)
     for part in range(0, used, 4):
-        best_0, total_0, summed_0 = _left(parts, part, used, SHARED, PART, WIDTH)
-        best_1, total_1, summed_1 = _left(parts, part + 1, used, SHARED, PART, WIDTH)
-        best_2, total_2, summed_2 = _left(parts, part + 2, used, SHARED, PART, WIDTH)
-        best_3, total_3, summed_3 = _left(parts, part + 3, used, SHARED, PART, WIDTH)
+        best_0, total_0, summed_0 = _load_partial(parts, part, used, SHARED, PART, WIDTH)
+        best_1, total_1, summed_1 = _load_partial(parts, part + 1, used, SHARED, PART, WIDTH)
+        best_2, total_2, summed_2 = _load_partial(parts, part + 2, used, SHARED, PART, WIDTH)
+        best_3, total_3, summed_3 = _load_partial(parts, part + 3, used, SHARED, PART, WIDTH)
         best, total, summed = _merge(best, total, summed, best_0, total_0, summed_0)
         best, total, summed = _merge(best, total, summed, best_1, total_1, summed_1)
         best, total, summed = _merge(best, total, summed, best_2, total_2, summed_2)
@@ -288,7 +288,7 @@ def _decode_attention(
     # [pair, split, row, WIDTH + 2]: weighted values, the largest score, the sum of weights.
     PART: tl.constexpr = FEW * (WIDTH + 2)
     parts = partials + pair.to(tl.int64) * (SPLITS * PART)
-    _leave(parts + split * PART + rows * (WIDTH + 2), queries, best, total, summed)
+    _store_partial(parts + split * PART + rows * (WIDTH + 2), queries, best, total, summed)
     # All threads' stores must be there before the one that counts arrivals says so.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:

@@ -52,7 +52,7 @@ def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _leave(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
+def _copy_drawn(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
     wait_for_inputs(EARLY)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ids = tl.load(drawn + at, mask=at < count, other=0)
@@ -81,7 +81,7 @@ class DrawnIds:
         """Copies of `drawn` int32 [B]: on the device, and on the host, there once the stream is, for `_STEPS` steps."""
         kept, self._step = torch.empty_like(drawn), (self._step + 1) % self._STEPS
         host = self._host[self._step, : len(drawn)]
-        _leave[(triton.cdiv(len(drawn), _TILE),)](
+        _copy_drawn[(triton.cdiv(len(drawn), _TILE),)](
             drawn, kept, host, len(drawn), TILE=_TILE, num_warps=4, **early_launch(drawn.device)
         )
         return kept, host

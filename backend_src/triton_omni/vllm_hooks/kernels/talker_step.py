@@ -46,7 +46,7 @@ class Memory(NamedTuple):
 
 
 @triton.jit
-def _begin(
+def _begin_step(
     index,
     ids,
     positions,
@@ -109,7 +109,7 @@ def begin_step(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> T
     """
     count, width = len(layout.ids), memory.pool.shape[1]
     inputs = torch.empty(count, width, dtype=memory.pool.dtype, device=memory.pool.device)
-    _begin[(count,)](
+    _begin_step[(count,)](
         *layout,
         memory.drawn,
         memory.pool,

@@ -45,7 +45,7 @@ class Uniforms(NamedTuple):
 
 
 @triton.jit
-def _begin(
+def _begin_step(
     drawn,
     table,
     inputs,
@@ -93,7 +93,7 @@ def begin_step(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uni
         uniforms: of this step; None = nothing is drawn by them.
     """
     count, width = drawn.shape[0], table.shape[1]
-    _begin[(count, triton.cdiv(width, _TILE))](
+    _begin_step[(count, triton.cdiv(width, _TILE))](
         drawn,
         table,
         inputs,

@@ -224,7 +224,7 @@ class IncrementalDecodeMixin(_Runner):
             hidden = self._model_forward(positions=layout.positions, **self._decode_inputs(layout))
         drawn = self._draw_decoded(hidden)
         self._keep_book(layout)
-        return self._take(layout, drawn)
+        return self._publish_drawn(layout, drawn)
 
     @abstractmethod
     def _stage_decode(self, layout: Layout) -> None:
@@ -368,12 +368,12 @@ class IncrementalDecodeMixin(_Runner):
             metadata.update(dict.fromkeys(group.layer_names, planned))
         return metadata
 
-    def _take(self, layout: Layout, drawn: Tensor) -> StepInFlight:
+    def _publish_drawn(self, layout: Layout, drawn: Tensor) -> StepInFlight:
         """Leave the draws where vLLM's next step looks for them, and send them to the host.
 
         On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
         """
-        kept, host = self._leave(drawn)
+        kept, host = self._copy_drawn(drawn)
         self.input_batch.prev_sampled_token_ids, host = kept.unsqueeze(-1), host.unsqueeze(-1)
         ready = record_event(kept.device, blocking=True)
         self._hand_out(kept, ready)
@@ -382,7 +382,7 @@ class IncrementalDecodeMixin(_Runner):
         self.input_batch.set_async_sampled_token_ids(host, cast(torch.Event, launched))
         return launched
 
-    def _leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    def _copy_drawn(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of a step's ids [B]: of its own on the device, and one on its way to the host."""
         if self._drawn_ids is not None:
             return self._drawn_ids.keep(drawn)

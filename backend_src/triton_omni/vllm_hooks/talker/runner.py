@@ -120,7 +120,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             from triton_omni.vllm_hooks.kernels.step_copy import fetch
 
             self._fetch = fetch
-            self._tell(1)
+            self._upload_index(1)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         """Record a step; a decode step's holds its draws too."""
@@ -223,7 +223,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             if layout.is_planned:
                 index[:, Column.LENGTH] = layout.bounds
         index[layout.part] = told
-        self._tell(count)
+        self._upload_index(count)
 
     def _take_part(self, layout: Layout, step: IncrementalStep) -> None:
         """Whoever waits draws nothing meanwhile; what it drew last stays where its next step looks for it."""
@@ -238,7 +238,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         if self._fetch is None:
             layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
 
-    def _tell(self, count: int) -> None:
+    def _upload_index(self, count: int) -> None:
         """Bring what is known of a step's `count` tokens to the device."""
         if self._fetch is None:
             self._index.copy_to_gpu(count)

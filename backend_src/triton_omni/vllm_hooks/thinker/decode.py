@@ -27,7 +27,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
     if TYPE_CHECKING:
         row_collector: HiddenRowCollector
 
-    _begin: Callable[[Tensor, bool], None] | None = None
+    _begin_decode: Callable[[Tensor, bool], None] | None = None
     """Lays out the step after these ids, int32 [B], by a kernel; the flag tells whether its draws use numbers of the
     host. None where decode steps have no kernels of their own.
     """
@@ -48,7 +48,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         def begin_decode(drawn: Tensor, draws: bool) -> None:
             begin_step(drawn, table.weight, inputs, places, numbers if draws else None)
 
-        self._begin, self.row_collector.finish = begin_decode, finish
+        self._begin_decode, self.row_collector.finish = begin_decode, finish
         for draws in (False, True):
             begin_decode(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
         finish(inputs[:1], inputs[:1])
@@ -67,8 +67,8 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)
         batch.refresh_metadata()  # type: ignore[no-untyped-call]
-        if self._begin is not None:
-            self._begin(self._ids_before(), self.fill_uniforms(layout.computed + 1))
+        if self._begin_decode is not None:
+            self._begin_decode(self._ids_before(), self.fill_uniforms(layout.computed + 1))
             return
         self.stage_uniforms(layout.computed + 1)
         places = self.positions[:count].add_(1)
@@ -77,7 +77,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         self.inputs_embeds.gpu[:count].copy_(self.network.embed_input_ids(self._ids_before()))
 
     def _lengthen(self, layout: Layout) -> None:
-        if self._begin is None:
+        if self._begin_decode is None:
             super()._lengthen(layout)
 
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class GatherPlan:
         """
         if not len(self.indices):
             return None
-        taken = self._take(embeddings).clone() if self._are_first else self._take(embeddings)
+        taken = self._rows_of(embeddings).clone() if self._are_first else self._rows_of(embeddings)
         if self.zeroed.any():
             taken.masked_fill_(to_device(torch.from_numpy(self.zeroed), embeddings.device).unsqueeze(1), 0)
         return taken
@@ -106,19 +106,19 @@ class GatherPlan:
         """
         if taken is None or self._are_first:
             return taken
-        taken.add_(self._take(hidden))
+        taken.add_(self._rows_of(hidden))
         return None
 
     def select(self, rows: Tensor) -> Tensor | None:
         """Return the rows [n, H] of those of all tokens [tokens of the batch, H]; a view where they are the first."""
-        return self._take(rows) if len(self.indices) else None
+        return self._rows_of(rows) if len(self.indices) else None
 
     @property
     def _are_first(self) -> bool:
         """True if the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
         return bool(self.indices[-1] == len(self.indices) - 1)
 
-    def _take(self, tokens: Tensor) -> Tensor:
+    def _rows_of(self, tokens: Tensor) -> Tensor:
         """Select the rows of [tokens of the batch, H]; a view where they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
