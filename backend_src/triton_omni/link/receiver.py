@@ -32,7 +32,7 @@ CANCEL_INTERVAL_NS: Final = 50_000_000
 """Minimum nanoseconds between two questions to Triton whether a session's client is gone."""
 
 Until = Literal["arrived", "taken"]
-"""Where a hop ends: in the next stage's process, or in its loop, which may be in the middle of a step."""
+"""End of a hop: arrival in the next stage's process, or its loop's next turn, after the step that runs."""
 
 BOUNDS_S: Final = (
     *(1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3),

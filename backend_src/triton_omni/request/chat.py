@@ -60,7 +60,7 @@ class Message:
     role: Role
     parts: tuple[Part, ...]
     calls: tuple[Call, ...] = ()
-    """Of the assistant, after its text."""
+    """The assistant's calls, after its text."""
 
 
 class _Text(StrictModel):

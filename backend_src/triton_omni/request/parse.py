@@ -29,7 +29,7 @@ _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 """One spelling an id, so that none is given twice."""
 MAX_SEED: Final = 2**63 - 1
 _TALKER_SEEDS: Final = MAX_SEED + 1
-"""Where the talker's seeds begin."""
+"""The first of the talker's seeds."""
 MAX_PARAMETERS_BYTES = 1 << 18
 MIN_FRAME_PIXELS: Final = 128 * 28 * 28
 """The model's processor scales smaller frames up to it."""
@@ -49,7 +49,7 @@ LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
 
 class ThinkerOptions(StrictModel):
-    """How the thinker samples its reply; greedy unless asked otherwise, as HF's `generate` does."""
+    """Sampling of the thinker's reply; greedy by default, as in HF's `generate`."""
 
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
@@ -78,7 +78,7 @@ class ThinkerOptions(StrictModel):
 
 
 class TalkerOptions(StrictModel):
-    """How the talker samples codec codes; the defaults are HF's `talker_*` arguments of `generate`."""
+    """Sampling of the talker's codes; the defaults are HF's `talker_*` arguments of `generate`."""
 
     temperature: Temperature = 0.9
     top_p: TopP = 0.8
@@ -111,7 +111,7 @@ def _sampling(options: dict[str, Any], seed: int, limit: int) -> Sampling:
 
 
 class Token2WavOptions(StrictModel):
-    """How codes become a waveform; None = what the deployment's `stage.yaml` says."""
+    """Options for making the waveform; None = the value of the deployment's `stage.yaml`."""
 
     preset: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     solver: Solver | None = None
@@ -126,7 +126,7 @@ class Token2WavOptions(StrictModel):
 
 
 class MediaOptions(StrictModel):
-    """How many frames of a video are taken, and how large pictures are; the names are those of vLLM's server."""
+    """Number of frames of a video, and sizes of pictures; the names are those of vLLM's server."""
 
     fps: Annotated[float, Field(gt=0, le=60)] | None = None
     """Frames a second of a video; None = 2."""
@@ -167,7 +167,7 @@ class _Parameters(ToolParameters):
 
 
 def sampling_places(key: str) -> list[str]:
-    """Where `sampling_parameters` has a key of this name; nowhere is empty."""
+    """Return every path of `sampling_parameters` that has this key; empty if none has."""
     stages: dict[str, type[StrictModel]] = {
         "thinker": ThinkerOptions,
         "talker": TalkerOptions,
@@ -229,7 +229,7 @@ class OmniRequest:
     priority: int
     """The lower, the sooner it gets a place in an engine's batch."""
     cache_salt: str | None = field(repr=False)
-    """Whoever names it shares the prefix cache with this request; None = the request does not use the cache."""
+    """Requests of equal salt share the prefix cache; None = the request does not use the cache."""
     tools: Tools | None
     """None = nothing is known of calls."""
     prefill_only: bool

@@ -67,9 +67,9 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one stage draws its tokens; `temperature` 0 is greedy.
+    """Sampling parameters of one stage; `temperature` 0 is greedy.
 
-    The ranges are those of a request (`request/parse.py`); a stage that is told of them by a message checks them again.
+    The ranges are those of a request (`request/parse.py`); a stage that gets them in a message checks them again.
     Noise is a function of (seed, position) alone, so a sequence draws the same tokens in any batch.
     """
 
@@ -99,7 +99,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SoundContext:
-    """Where a piece of sound lies in the whole."""
+    """Position of a piece of sound in the whole."""
 
     samples: NDArray[np.float32] = field(repr=False)
     """[S] of the piece, and those before and after it that its frames reach."""
@@ -379,7 +379,7 @@ class TalkerEngine(FedEngine, Protocol):
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How one stream is made into sound; None = the stage's setting."""
+    """Options for making one stream's sound; None = the stage's setting."""
 
     preset: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     solver: Literal["rk4", "euler"] | None = None

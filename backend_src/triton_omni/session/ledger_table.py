@@ -179,7 +179,7 @@ class Table:
         self._words[declared.at[model] + slot * RECORD_WORDS] = value
 
     def secret(self) -> bytes:
-        """By which the stages of one server start know each other's messages (`wire.Seal`); it never leaves them."""
+        """The key with which the stages of one server start seal their messages (`wire.Seal`); it never leaves them."""
         return self._words[SECRET.at[None] : SECRET.at[None] + SECRET.words].tobytes()
 
     def silent_for(self, model: StageName) -> float:
@@ -258,8 +258,9 @@ def create_table(name: str) -> None:
 
 
 def wait_while_held(name: str, model: StageName, seconds: float) -> None:
-    """Until the supervisor lets the new process of `model` load, for `seconds` at most: the old one still has memory,
-    or too many have died. At a server's first start nobody holds it.
+    """Wait until the supervisor lets the new process of `model` load, `seconds` at most.
+
+    The old process may still have memory, or too many may have died. At a server's first start there is no wait.
 
     Raises:
         LedgerError: as of `Table`.

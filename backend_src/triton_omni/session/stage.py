@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLAIMED_POLL_S: Final = 0.001
-"""How soon to look again while another stage claims the device, or steps keep apart."""
+"""Seconds between polls while another stage claims the device, or while the thinker pauses."""
 
 SOON_S: Final = 0.002
-"""How soon to look again when a session waits for another stage."""
+"""Seconds between polls when a session waits for another stage."""
 
 RETRY_AFTER_RESTART_MS: Final = 5000
 """When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
 
 
 class ResponseSender(Protocol):
-    """Where one Triton request is answered. Calls only enqueue; a thread of the stage sends, in order.
+    """Answers one Triton request. Calls only enqueue; a thread of the stage sends, in order.
 
     `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left, `lost` instead
     if Triton refused it (its memory may be full).

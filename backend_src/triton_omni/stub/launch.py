@@ -56,9 +56,10 @@ ROW_PLACES = 64
 CODE_PLACES = 256
 """Places of each session in a ring: how far the previous stage may run ahead."""
 SWITCH_INTERVAL_S = 0.0001
-"""How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
-lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
-time.
+"""Seconds that a thread may keep Python's global lock while another waits; Python's default is 5 ms.
+
+The loop gives the lock up at every call of torch, hundreds of times a step. Beside threads with messages it then waits
+so long each time.
 """
 _TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
 # The talker's config has a vocabulary of codec codes and, rightly, ids of the thinker's vocabulary; transformers takes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Triton request is answered: one response sender a request, a few sending threads a stage.
+"""Answers Triton requests: one response sender a request, a few sending threads a stage.
 
 Triton's `send` blocks, so no engine thread ever calls it. It waits for Triton's process without Python's global lock,
 so that the sends of several threads overlap. A response sender guards the rule that a request gets exactly one final,

@@ -157,7 +157,7 @@ def read_strings(tensor: Any) -> NDArray[np.object_]:
 def bound_strings(pb_utils: Any) -> None:
     """Have Triton's backend unpack `MOST_MEDIA_ITEMS` elements of a BYTES input at most.
 
-    Until 25.10 it unpacks all inputs of all requests by this function of its module, before `execute` is called.
+    Triton up to 25.10 unpacks all inputs of all requests by this function of its module, before `execute` is called.
     """
     pb_utils.deserialize_bytes_tensor = unpack_strings
 

@@ -32,10 +32,10 @@ _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
 _REGIONS = "triton_omni_"
 OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
-"""By which a server of ours is told from others, in its command line."""
+"""Start of the option by which the command line of one of our servers is recognised."""
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PROCESSES = "triton-omni-"
-"""With what the names of `server_folder.server_name` begin."""
+"""Prefix of the names of `server_folder.server_name`."""
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -86,7 +86,7 @@ def members(group: int) -> set[int]:
 
 
 def new_region_prefix(owner: int) -> str:
-    """With what the names of one server's regions of shared memory begin, and no other's.
+    """Return a prefix for the names of one server's regions of shared memory, unlike any other's.
 
     Args:
         owner: process id of its supervisor, without which they are stale once nobody maps them.
@@ -113,7 +113,7 @@ def remove_stale_regions() -> list[str]:
 def stale_regions() -> list[Path]:
     """Regions of servers of this user whose supervisors are gone, and that no process has mapped.
 
-    Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
+    It leaves out files of other process-id namespaces, since it cannot see whether their processes live.
     """
     found = [region for region in _own_files(_own_regions()) if _owner_is_gone(region)]
     mapped = _mapped_regions() if found else set()

@@ -30,7 +30,7 @@ _UNBOUNDED: Final = (
     "it by CC"
 )
 STALL_GUARD_S: Final = RestartPolicy().stalled_after_s + 10.0
-"""How much longer than its own second Triton waits for a stage that lives; the supervisor ends one that hangs first."""
+"""Seconds that Triton waits for a living stage beyond its own second; the supervisor ends one that hangs sooner."""
 SCRATCH_VARIABLE: Final = "OMNI_SCRATCH"
 STALL_GUARD_SOURCE: Final = Path(__file__).with_name("stall_guard.c")
 

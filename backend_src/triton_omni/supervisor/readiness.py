@@ -151,7 +151,7 @@ class Sessions(Protocol):
         """Set a field of the server's ledger."""
 
     def open_sessions(self) -> int:
-        """How many are open."""
+        """Return the number of open sessions."""
 
 
 def drain(

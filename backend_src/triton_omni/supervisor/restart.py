@@ -6,7 +6,7 @@ turned for long; the last is ended by force. The others are told through the led
 with it. Unloading it makes the server say that it is not ready, until it is loaded again. So does, before that, a loop
 that has not turned for some seconds (`readiness.py`).
 
-Where requests of a dead process would never end, the whole server is ended at once, and the supervisor starts it again.
+If requests of a dead process would never end, the supervisor ends the whole server at once and starts it again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary"
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
 _WRITES_WITHIN_S = 1.0
-"""In which a process that hangs writes where its threads are."""
+"""Seconds in which a process that hangs writes the stacks of its threads."""
 _PAUSED_S = 1.0
 """The watch did not run when it looks so late (`RestartPolicy.look_every_s`)."""
 
@@ -178,10 +178,10 @@ class _Watched:
 
 
 class Silence:
-    """For how long each stage's loop has not turned, as one sees it who looks several times a second.
+    """Measures how long each stage's loop has not turned; the supervisor polls it several times a second.
 
-    Time that the supervisor itself slept through does not count. A stopped machine or container stops both, and a stage
-    that wakes with it is sound.
+    Time in which the supervisor itself did not run does not count: a paused machine or container stops both, and a
+    stage that wakes with it is sound.
     """
 
     def __init__(self, board: Board) -> None:
@@ -231,7 +231,7 @@ class StageRestarter:
         self.ended_for: str | None = None
         """Why the server was ended and has to be started again; None = it was not."""
         self.deaths = 0
-        """How often a process died that leaves requests in Triton which never end."""
+        """Number of deaths that left requests in Triton which never end."""
 
     @property
     def is_restarting(self) -> bool:
@@ -274,7 +274,7 @@ class StageRestarter:
                     self._begin_restart(stage, watched, cause)
 
     def _await_death(self) -> None:
-        """Until a process has ended that is not being seen to, for a moment at most."""
+        """Wait until a process ends that is not being restarted, `look_every_s` at most."""
         living = [watched.process for watched in self._watched.values() if not watched.is_restarting]
         select.select([process for process in living if process is not None], [], [], self._policy.look_every_s)
 
@@ -291,7 +291,7 @@ class StageRestarter:
         return None
 
     def _stall_limit_s(self, stage: StageName) -> float:
-        """How long its loop may stand still; every session is looked at only where that matters."""
+        """Seconds that its loop may stand still. It looks at the sessions only if that matters."""
         policy = self._policy
         overdue = self._silence.of(stage) > policy.overdue_after_s and self._board.holds_overdue(stage)
         return policy.overdue_after_s if overdue else policy.stalled_after_s
@@ -370,7 +370,7 @@ class StageRestarter:
             self._board.set_word(HELD, 0, stage)
 
     def _end(self, stage: StageName, watched: _Watched) -> None:
-        """Until the old process has ended, by itself or by force."""
+        """Wait until the old process has ended, by itself or by force."""
         if watched.process is None:
             return
         if not watched.process.ends_within(_LEAVES_WITHIN_S):

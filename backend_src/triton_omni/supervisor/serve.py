@@ -103,7 +103,7 @@ class Supervisor:
         self._stop_requested = self._stop_at_once = False
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self.regions = new_region_prefix(os.getpid())
-        """With what the names of Triton's regions of shared memory begin."""
+        """Prefix of the names of Triton's regions of shared memory."""
         self._outliving = contextlib.ExitStack()
         self._run: ServerRun | None = None
         self._mps_guard: Guard | None = None
@@ -137,7 +137,7 @@ class Supervisor:
 
     @property
     def deaths(self) -> int:
-        """How often a process died that leaves requests in Triton which never end."""
+        """Number of deaths that left requests in Triton which never end."""
         return self._earlier_deaths + (self._run.deaths if self._run is not None else 0)
 
     def start(self) -> None:

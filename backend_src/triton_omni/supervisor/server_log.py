@@ -29,7 +29,7 @@ from triton_omni.supervisor.readiness import NO_BACKEND
 
 
 PERIOD_S = 10.0
-"""In which a line is written `WRITTEN` times at most."""
+"""Seconds in which a line is written `WRITTEN` times at most."""
 WRITTEN = 20
 """More than the frames that the tracebacks of one fault have in common."""
 _MOST_LINES = 1024
@@ -75,7 +75,7 @@ class Repeats:
 
 
 _KEPT_LINES = 400
-# How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
+# Lines at a log's end that are searched for a crash if no model failed to load: the server survived earlier ones.
 _LAST_LINES = 60
 # `E1121 02:22:03.042 42 model_lifecycle.cc:654] "failed to load 'thinker' version 1: Internal: SettingsError: …"`:
 # a message of several lines is quoted, its line ends escaped; the first line has the reason.
@@ -155,7 +155,7 @@ class ServerLog:
 
     @property
     def hint(self) -> str:
-        """Where to read more, as the end of a sentence."""
+        """Return the end of a sentence that names where to read more."""
         return f" (log: {self.path})" if self.path is not None else ""
 
     def open(self) -> None:

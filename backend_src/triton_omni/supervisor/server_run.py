@@ -124,7 +124,7 @@ class Launch:
     ports: Mapping[str, int]
     """Ports of `http`, `grpc` and `metrics`."""
     regions: str
-    """With what the names of Triton's regions of shared memory begin."""
+    """Prefix of the names of Triton's regions of shared memory."""
     environment: Mapping[str, str]
     control: ModelControl
     options: frozenset[str]
@@ -198,7 +198,7 @@ class ServerRun:
 
     @property
     def deaths(self) -> int:
-        """How often a process died that leaves requests in Triton which never end."""
+        """Number of deaths that left requests in Triton which never end."""
         return self._restarter.deaths if self._restarter is not None else 0
 
     @property

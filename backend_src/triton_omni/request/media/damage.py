@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost, and what never ends.
+"""Measures the lost part of a sound, by bytes and time stamps; refuses sounds that are mostly lost or never end.
 
-It reads the pages of an Ogg file (RFC 3533): where its links begin, where a page ends, how many samples there are.
+It reads the pages of an Ogg file (RFC 3533): the starts of its links, the ends of pages, the number of samples.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def ogg_links(data: bytes) -> Iterator[bytes]:
 
 
 def ogg_page_end(data: bytes, place: int) -> int:
-    """Where the page that begins at `place` ends."""
+    """Return the end of the page that begins at `place`."""
     segments = data[place + _HEADER - 1] if place + _HEADER <= len(data) else 0
     table = data[place + _HEADER : place + _HEADER + segments]
     return place + _HEADER + len(table) + sum(table)

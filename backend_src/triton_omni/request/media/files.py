@@ -66,7 +66,7 @@ def sniff(data: bytes) -> FileType | None:
 
 
 def after_tags(data: bytes) -> int:
-    """Where a file's sound begins after its ID3 tags; after `_MOST_TAGS` of them it begins with the next."""
+    """Return where a file's sound begins after its ID3 tags, of which at most `_MOST_TAGS` are skipped."""
     start = 0
     for _ in range(_MOST_TAGS):
         if not data.startswith(b"ID3", start) or len(data) < start + _TAG_HEADER:

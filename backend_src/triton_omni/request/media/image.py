@@ -149,7 +149,7 @@ _TRANSPOSE: Final[Mapping[int, Pillow.Transpose]] = {
     7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }
-"""How a picture of each orientation is shown upright."""
+"""Transposition that shows a picture of each orientation upright."""
 
 
 def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Image:

@@ -96,7 +96,7 @@ def _angles(positions, rotations, length, axis_stride, HALF: tl.constexpr, FIRST
 
 @triton.jit
 def _own_tiles(length, split, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """How many programs share a sequence's keys, and from which to which tile they are this one's."""
+    """Return the number of programs that share a sequence's keys, and this program's first tile and end."""
     tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
     return tl.cdiv(tiles, share), split * share, tl.minimum((split + 1) * share, tiles)

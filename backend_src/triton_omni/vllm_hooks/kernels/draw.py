@@ -35,7 +35,7 @@ def _weigh_blocks(
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values = tl.load(logits + row * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
     best = tl.max(values, 1)
-    # Where all ids are excluded the difference of two infinities would be NaN.
+    # With all ids excluded, the difference of two infinities would be NaN.
     found = tl.exp(values - tl.where(best == float("-inf"), 0.0, best)[:, None])
     inside = block < blocks
     tl.store(highest + row * blocks + block, best, mask=inside)
@@ -44,7 +44,9 @@ def _weigh_blocks(
 
 @triton.jit
 def _inverted(weights, part, indices):
-    """Where the cumulative `weights` pass the part of their total, never at a weight of 0; what is left of that part.
+    """Return the index where the cumulative `weights` pass the part of their total, and the rest of that part.
+
+    The index is never one of weight 0.
 
     `sampling._invert`, whose comments say why.
     """

@@ -318,7 +318,7 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
     """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`, but for tokens of the last slot.
 
     In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
-    then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a
+    then the cumulative distribution is inverted. Of equally likely ids at a bound all stay, whereas a
     sort keeps some. All but the logits is read while the kernel before still runs, as `decode_attention` reads lengths.
     """
     (count, vocabulary), slots, others = logits.shape, memory.used.shape[0], len(rules.others)

@@ -20,7 +20,7 @@ _AXES = 3
 
 
 class Places(NamedTuple):
-    """Where the tokens of a decode step are; all but `blocks` are brought one token further."""
+    """Positions of a decode step's tokens; the kernel advances all but `blocks` by one token."""
 
     positions: Tensor
     """int64 [B or more], places in their sequences."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decoder layers compute a recorded step of one token a sequence: seven kernels in place of twelve.
+"""Decoder layers of a recorded step of one token a sequence: seven kernels in place of twelve.
 
 The layers are vLLM's, and keep their weights and their cache; other steps are computed by their own `forward`.
 """
@@ -51,7 +51,7 @@ class Summands(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Of a linear layer, as the products take it."""
+    """A linear layer's matrix in the form that the products take."""
 
     weights: Tensor
     """[N, K], of the network's precision or E4M3."""
@@ -210,7 +210,7 @@ def _add_norm(parts: Tensor, residual: Tensor, norm: Any, bias: Tensor | None = 
 def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int) -> Switch:
     """Let each decoder layer of a network be computed in either way; the returned switch chooses the way.
 
-    Where a layer's matrices are quantised in a way that the products do not read, only its attention has another way.
+    If the products cannot read the quantised matrices of a layer, only its attention is replaced.
 
     Args:
         network: the whole of it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the thinker's decoder is quantised: to 8 bits by a setting, or to 4 by the checkpoint; and where neither runs.
+"""Quantisation of the thinker's decoder, to 8 bits by a setting or to 4 by the checkpoint, and its requirements.
 
 A checkpoint's own 4 bits need no argument: vLLM reads `quantization_config`, takes the kernels of Machete or Marlin on
 a GPU and its `cpu_gemm_wna16` on a CPU, and leaves towers, embedding and head as they are.

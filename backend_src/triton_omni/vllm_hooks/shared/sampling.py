@@ -74,7 +74,7 @@ def counter_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -
 
 
 def noise_streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Where the numbers of each seed begin, uint64 [B]; the same at all its positions."""
+    """Return the start of each seed's numbers, uint64 [B]; it is the same at all positions."""
     return _mix(seeds + _GOLDEN_GAMMA)
 
 
@@ -118,7 +118,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's cumulative `weights` float32 [B, N] pass the part `uniforms` float64 [B, 1] of their total.
+    """Find where each row's cumulative `weights` float32 [B, N] pass the part `uniforms` float64 [B, 1] of their total.
 
     Returns:
         The index int64 [B, 1], never of weight 0 where any weight is not, and float64 [B, 1], how far the cumulative

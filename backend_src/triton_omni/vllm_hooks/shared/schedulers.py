@@ -189,7 +189,7 @@ class ReleasedBlocksMixin(_Runner):
     """Zeroes the blocks that a sequence leaves, once, and only while they are its own.
 
     vLLM's scheduler gives the blocks of a preempted sequence away at once, and tells the runner with the step that may
-    use them. Until the sequence resumes, vLLM's runner still names its former blocks.
+    use them. vLLM's runner still names the former blocks until the sequence resumes.
 
     Put it before the platform's runner in the bases.
     """

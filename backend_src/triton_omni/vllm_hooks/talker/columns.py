@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what a talker step is told of its tokens is laid out; for the step and for the kernels that stand in for it."""
+"""Columns of the table that tells a talker step of its tokens; the step and its fused kernels read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each talker sequence draws its codes, on the device by slot, so that a recorded step can draw.
+"""Sampling settings of the talker's sequences, on the device by slot, so that a recorded step can draw.
 
-vLLM keeps such settings in the order of its batch, and lays them out anew when the batch changes; a slot is a
-sequence's for as long as it is open. It knows neither vLLM's runner nor how a step is scheduled.
+vLLM keeps such settings in the order of its batch and rebuilds them when the batch changes. A slot belongs to its
+sequence for as long as that is open. It knows neither vLLM's runner nor how a step is scheduled.
 """
 
 from __future__ import annotations

@@ -283,9 +283,7 @@ class TalkerVllmEngine:
         return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
-        """Return vLLM's parameters of a sequence: when it ends. How it is sampled, only the step knows
-        (`SlotDraws`).
-        """
+        """Return vLLM's parameters of a sequence: when it ends. Its sampling is in `SlotDraws`."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,

@@ -48,10 +48,10 @@ class Sequence:
     key: str
     prompt: TalkerPrompt
     parameters: object
-    """How it is sampled, in the engine's own form."""
+    """Sampling parameters of the sequence, in the engine's own form."""
     slot: int
     base: int
-    """Where the pool has, or would have, the row of position 0."""
+    """Index in the pool of the row of position 0; it may lie before the pool's start."""
     reserved: int
     """Positions with a place in the pool, those before `begin` counted with them."""
     priority: int = 0
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def ready_positions(self) -> int:
-        """How many positions, from 0 on, have their row."""
+        """Return the number of positions, from 0 on, that have their row."""
         return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
 
     def accept(self, count: int, spoken: int) -> SampledStep | None:
@@ -114,9 +114,9 @@ class TalkerRows:
         self.idle_slot = slots
         """A slot of nobody: rows of the batch whose draw is thrown away write there."""
         self.used = torch.zeros(slots + 1, prompt_ids.shape[0], dtype=torch.int32, device=device)
-        """How often each id was read, by slot; ids of the prompt at least once."""
+        """Number of times each id was read, by slot; at least 1 for ids of the prompt."""
         self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        """How often a row that is not finite was read, by slot."""
+        """Number of rows read that are not finite, by slot."""
         self._prompt_ids = prompt_ids.to(torch.int32)
         self._max_positions = max_positions
         self._bases = np.zeros(slots + 1, dtype=np.int64)
@@ -126,7 +126,7 @@ class TalkerRows:
         self._fed: list[_Fed] = []
         """Rows that the pool does not hold yet, oldest first."""
         self._fed_rows = 0
-        """How many they are at most: those of sequences that were closed since are counted, too."""
+        """Upper bound of their number; rows of sequences closed since count too."""
 
     @property
     def rows_used(self) -> int:
@@ -174,7 +174,7 @@ class TalkerRows:
                 stage="talker",
             )
         if rows.device != self.pool.device:
-            # Whoever waits for what was enqueued so far may then use the other device's memory again.
+            # A stream that waits for this event may then use the other device's memory again.
             rows = rows.to(self.pool.device)
         prompt_rows, fed = sequence.prompt.prompt_rows, sequence.fed
         if can_speak(prompt_rows, fed):

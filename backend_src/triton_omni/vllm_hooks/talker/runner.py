@@ -226,7 +226,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._upload_index(count)
 
     def _take_part(self, layout: Layout, step: IncrementalStep) -> None:
-        """Whoever waits draws nothing meanwhile; what it drew last stays where its next step looks for it."""
+        """A waiting sequence draws nothing; its last draw stays where its next step looks for it."""
         super()._take_part(layout, step)
         batch, self._ahead = self._current_batch(), []
         self._drawing = [None] * len(layout.computed)
@@ -234,7 +234,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             self._drawing[row] = batch.sequences[row]
 
     def _lengthen(self, layout: Layout) -> None:
-        """Where decode steps have kernels of their own, what is told of a step has brought them."""
+        """With fused decode steps, `_upload_index` has already updated the lengths."""
         if self._fetch is None:
             layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
 

@@ -35,7 +35,7 @@ else:
     _Scheduler = object
 
 STARVED_S: Final = 0.02
-"""How long a sequence for which there were no cache blocks is not tried again, unless one comes free."""
+"""Seconds until a sequence without cache blocks is tried again, unless one comes free."""
 
 
 class WaitingMixin(PausableMixin, _Scheduler):

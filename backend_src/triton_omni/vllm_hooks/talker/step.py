@@ -44,7 +44,7 @@ class TalkerStep:
         self.drawn = torch.zeros(max_sequences, dtype=torch.int32, device=index.device)
         """Ids of the last decode step, by its order of sequences."""
         self.cache_slots = torch.zeros(0, dtype=torch.int64, device=index.device)
-        """Where attention finds the tokens' slots in its cache; set before the first decode step."""
+        """The tokens' slots in the cache, which attention reads; set before the first decode step."""
 
     def compile(self) -> None:
         """Let torch.compile fuse what surrounds the network, from its next run on."""

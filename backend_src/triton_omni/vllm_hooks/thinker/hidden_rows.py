@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     stop: int
     flag_offset: int
     row_offset: int | None
-    """Where the request's rows begin in the step's rows; None when it wants none."""
+    """Start of the request's rows in the step's rows; None when it wants none."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StepRows:
 
 
 class Kept(NamedTuple):
-    """Where rows of a step are also kept."""
+    """A second place in which rows of a step are kept."""
 
     table: Tensor
     """[slots, H], of the rows' dtype."""

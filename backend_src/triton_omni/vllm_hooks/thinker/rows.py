@@ -231,7 +231,7 @@ class RowMirrorMixin(HiddenRowsMixin):
         return super()._model_forward(*args, **named)
 
     def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
-        """Those of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
+        """Take the embeddings of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
         if self._used_mirror is None:
             return super()._take_embeddings(plan, inputs_embeds)
         batch, bounds = self.input_batch, self.query_start_loc.np

@@ -81,7 +81,7 @@ def _json(schema: str) -> str:
 
 
 class ReplyDelta(NamedTuple):
-    """What a step's text tells."""
+    """The text and calls of one step."""
 
     text: str = ""
     """Text to be said."""
@@ -98,7 +98,7 @@ class CallReader:
         self.said = 0
         """Characters of the text that are said."""
         self.delta = ReplyDelta()
-        """What the last step's text told."""
+        """Text and calls of the last step."""
         self._text = ""
         # It reads text, no tokens.
         self._parser = Hermes2ProToolParser(_NO_TOKENIZER)
