@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends the stages and removes the shared memory of a tritonserver that did not stop in order.
 
-It knows processes and files, and nothing of when a server is stopped.
+It knows processes and files; others decide when a server is stopped.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def end_group_of(name: str) -> None:
-    """The same of a process that is no child of this one, by its `server_name`."""
+    """End the group of a process that is no child of this one, by its `server_name`."""
     leader = process_id(name)
     with contextlib.suppress(OSError):  # the leader is gone; its group may be there
         if server_name(leader) != name:
-            return  # so is the group, and its number has been given anew
+            return  # the group is gone too, and its id has been reused
     kill_group(leader)
     _await_end(leader)
 
@@ -89,7 +89,7 @@ def new_region_prefix(owner: int) -> str:
     """Return a prefix for the names of one server's regions of shared memory, unlike any other's.
 
     Args:
-        owner: process id of its supervisor, without which they are stale once nobody maps them.
+        owner: process id of its supervisor; once that is gone, regions that nobody maps are stale.
     """
     return f"{_REGIONS}{server_name(owner).removeprefix(_PROCESSES)}_{secrets.token_hex(4)}_"
 
@@ -102,7 +102,7 @@ def remove_stale_regions() -> list[str]:
     """Remove the regions that servers of this user left here when they were killed with their supervisors.
 
     Returns:
-        The names of the removed.
+        Names of the removed regions.
     """
     stale = stale_regions()
     for region in stale:
@@ -143,5 +143,5 @@ def remove_shared_memory(prefix: str) -> None:
 
 
 def _own_files(prefix: str) -> list[Path]:
-    """Files of this user whose names begin so. Every user may make files of these names, which only he can remove."""
+    """Files of this user with this prefix. Any user may make such files, and only their owner can remove them."""
     return [path for path in _SHARED_MEMORY.glob(f"{prefix}*") if is_own(path, stat.S_ISREG)]
