@@ -26,7 +26,7 @@ SOON_S: Final = 0.002
 """Seconds between polls when a session waits for another stage."""
 
 RETRY_AFTER_RESTART_MS: Final = 5000
-"""When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
+"""Milliseconds after which a client should retry once a stage has died: enough for the smaller stages' restart."""
 
 
 class ResponseSender(Protocol):
@@ -37,8 +37,8 @@ class ResponseSender(Protocol):
     """
 
     def bind(self, slot: int) -> None:
-        """Send on the thread of this session's slot: what is bound to one slot leaves in the order of the calls, and
-        its `then`s never run side by side. To be called before anything is sent.
+        """Choose the thread of this session's slot, before anything is sent. Responses of one slot leave in the order
+        of the calls, and their `then`s never run at the same time.
         """
 
     def send(
@@ -47,12 +47,13 @@ class ResponseSender(Protocol):
         ready: torch.cuda.Event | None = None,
         lost: Callable[[], object] | None = None,
     ) -> None:
-        """Send one response; those after it are sent, too, if it is lost."""
+        """Send one response; if it is lost, later ones are still sent."""
 
     def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
-        """Send the last response and the empty final response. Send an error instead if any response was lost, so that
-        a client never takes an incomplete answer for a whole one. `lost` then says whether the request will be failed
-        by who is told so; if not, it is failed here and now.
+        """Send the last response and the empty final.
+
+        If any response was lost, `lost` is called instead, so that no client takes an incomplete answer for a whole
+        one. It returns True if another stage will fail the request; otherwise the request fails here at once.
         """
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:

@@ -87,7 +87,7 @@ class TritonResponseSender:
             self._thread.put(lambda: self._send(tensors, ready, lost))
 
     def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
-        """Send the last response and the empty final, where every response has left."""
+        """Send the last response and the empty final if every response has left; else see `ResponseSender.conclude`."""
         if self._claim_final():
             self._thread.put(lambda: self._conclude(tensors, then, lost))
 
@@ -160,7 +160,7 @@ class TritonResponseSender:
         if self._whole:
             self._send_final(None, then)
             return
-        # Before anybody is told, who may fail it at once.
+        # Reset before `lost`, whose caller may fail the request at once.
         self._finished = False
         if not lost() and self._claim_final():
             error = InternalError("a part of the reply could not be sent")

@@ -74,7 +74,7 @@ def guarded_process(
     """Start a server in a process group of its own, guarded while the context is open; its output is a pipe.
 
     Leaving the context does not end the server. A terminal's Ctrl-C reaches the supervisor alone, which then
-    stops the server in order and ends the rest of its group. Only the server's user can read its files and shared memory.
+    stops the server in order and ends the rest of its group. Only the server's user can read its files and memory.
 
     Raises:
         ServerError: a process cannot be started; none is left.

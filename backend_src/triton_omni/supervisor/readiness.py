@@ -97,8 +97,8 @@ class Readiness:
         self.on_fault: Callable[[], None] = lambda: None
 
     def set_ready(self, ready: bool) -> None:
-        """Make the server report this, unless it does. Returns at once and may be called often: a thread calls Triton, which
-        answers slowly, once at a time.
+        """Make the server report this, unless it does. Returns at once and may be called often: a thread calls Triton,
+        which answers slowly, once at a time.
         """
         if ready == self._said or (self._telling is not None and self._telling.is_alive()):
             return

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs beside those of decode steps: of steps that hold prompts, and of the vision tower's passes over images.
+"""CUDA graphs of steps with prompts, and of the vision tower's passes over images, beside those of decode steps.
 
 Without a graph a short prompt's step launches a thousand kernels one by one and takes five times as long as a decode
 step, which delays the first audio. vLLM records steps of mixed lengths only in place of decode steps, or between layers
-of a compiled network. A pass over images launches as many, and only where the host is free do they keep up with the
-GPU. vLLM records such towers for networks that say how; it has Qwen2.5-VL say it, whose tower the thinker has, but not
-Qwen2.5-Omni. This module knows vLLM's dispatcher of graphs, neither thinker nor talker.
+of a compiled network. A pass over images launches as many kernels, and a busy host cannot launch them as fast as the
+GPU runs them. vLLM records the towers of networks that implement its protocol. Its Qwen2.5-VL, with the same tower as
+the thinker, does; its Qwen2.5-Omni does not. This module knows vLLM's dispatcher of graphs, neither thinker nor talker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else:
     _Runner = object
 
 IMAGES_A_PASS = 8
-"""Images that share a recorded pass at most; vLLM shares more of them out."""
+"""Maximum images of a recorded pass; vLLM divides more of them among several passes."""
 
 _OF_THE_SAME_TOWER: Any = Qwen2_5_VLForConditionalGeneration
 """Its methods read `visual` alone, so they hold for any network that has one."""
@@ -38,17 +38,17 @@ _OF_THE_SAME_TOWER: Any = Qwen2_5_VLForConditionalGeneration
 def image_budgets(settings: EngineSettings) -> list[int]:
     """Prompt tokens of the images of a pass that gets a CUDA graph, up to `max_graph_tokens`.
 
-    An image costs what the next of these sizes does: at most a third more, from 256 tokens on.
+    An image costs as much as the next of these sizes, which is at most a third larger from 256 tokens on.
     """
     sizes = [*range(64, 257, 64), *range(384, 1025, 128), *range(1280, 2049, 256)]
     return [size for size in sizes if size <= settings.max_graph_tokens]
 
 
 def vision_graphs(settings: EngineSettings) -> dict[str, Any]:
-    """vLLM's compilation settings that have images recorded; nothing where no size is to be.
+    """Return vLLM's compilation settings that record passes over images; empty if no size is to be recorded.
 
-    With `deterministic` none is: a recorded pass's attention plans for its size, and that depends on what else came.
-    To a network without a vision tower these settings mean nothing.
+    With `deterministic` none is recorded: attention plans for the size of the pass, which depends on the other images.
+    A network without a vision tower ignores these settings.
     """
     budgets = image_budgets(settings)
     if settings.deterministic or not budgets:
@@ -64,9 +64,8 @@ def vision_graphs(settings: EngineSettings) -> dict[str, Any]:
 class VisionGraphs(SupportsEncoderCudaGraph):
     """Methods that vLLM asks of a network with recorded image passes, for one whose `visual` is Qwen2.5-VL's tower.
 
-    Put it after vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded: they are
-    so long that launching them takes less time than running them, and vLLM does not look whether their frames have room
-    in what was recorded.
+    Put it after vLLM's network in the bases, whose `__init__` a protocol would hide. Videos are not recorded:
+    running them takes longer than launching them, and vLLM does not check that their frames fit into a recorded pass.
     """
 
     is_multimodal_pruning_enabled = False
@@ -98,7 +97,7 @@ class VisionGraphs(SupportsEncoderCudaGraph):
 class PrefillGraphsMixin(_Runner):
     """Records every size of `cudagraph_capture_sizes` for steps of mixed lengths too, where attention allows it.
 
-    That is wanted where the sizes go beyond `max_num_seqs`, which no decode step does.
+    Sizes above `max_num_seqs`, which no decode step has, ask for this.
 
     Put it before the platform's runner in the bases. Attention that plans for the longest query on the host
     (FlashAttention 2) does not allow it; such steps then run kernel by kernel, as in vLLM.
@@ -107,7 +106,7 @@ class PrefillGraphsMixin(_Runner):
     def _check_and_update_cudagraph_mode(
         self, attention_backends: list[Any], kv_cache_groups: list[Any], is_profiling: bool = False
     ) -> None:
-        """Enter the keys of the additional graphs where vLLM enters those of its own."""
+        """Register the keys of the additional graphs together with vLLM's own."""
         super()._check_and_update_cudagraph_mode(attention_backends, kv_cache_groups, is_profiling)
         dispatcher, sizes = self.cudagraph_dispatcher, self.compilation_config.cudagraph_capture_sizes or [0]
         if dispatcher.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY or sizes[-1] <= self.max_num_reqs:

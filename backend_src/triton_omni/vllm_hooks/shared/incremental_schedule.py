@@ -82,8 +82,8 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return IncrementalStep(self._shares, new_blocks, self._active, self._stops)
 
     def steps_ahead(self, request: Request) -> int:
-        """Steps of one token that a decoding request can surely be scheduled for from now on."""
-        # Its last two steps are vLLM's to judge, which knows how many of its codes have come.
+        """Return the number of one-token steps for which a decoding request can certainly be scheduled."""
+        # Its last two steps are left to vLLM, which knows how many of its codes have come.
         limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens) - 2
         return max(0, limit - request.num_computed_tokens)
 
@@ -112,7 +112,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(self._active)
 
     def _choose(self, decoding: list[Request]) -> None:
-        """See who has to wait now, and for how many steps the others need not."""
+        """Find the sequences that must wait now, and the number of steps for which the others need not."""
         active = [request for request in decoding if not self.waits(request)]
         if not active:
             # After the wait mostly the same sequences continue, and the runner need not prepare them anew.
@@ -139,7 +139,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return given
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
-        """Take a step's draws; where one may end its request, or a request is gone, in vLLM's own way."""
+        """Take a step's draws; in vLLM's own way if one may end its request, or if a request is gone."""
         if not self._nothing_ends(scheduler_output, model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         rows, drawn, outputs = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids, []
@@ -154,13 +154,13 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
         """True if a step's result is one id for each of its requests and ends none of them.
 
-        By its length none can end: `steps_ahead` leaves the last steps to vLLM.
+        None can end by its length: `steps_ahead` leaves the last steps to vLLM.
         """
         return (
             isinstance(step, IncrementalStep)
             and all(request.request_id in self.requests for request in step.requests)
             and step.stops.isdisjoint(ids[0] for ids in output.sampled_token_ids)
-            # Given back to the queue and running again since.
+            # Requests that went back to the queue and run again since.
             and not any(request.num_stale_output_tokens for request in step.requests)
         )
 

@@ -18,11 +18,11 @@ class Column(IntEnum):
     UNIFORM = 3
     """Bits of the float64 that draws the next id."""
     FOLLOWS = 4
-    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    """1 if it is the last decode step's draw in the same row; the step then lays it out by the next two columns."""
     AXIS = 5
     """Its position on the axes of M-RoPE, which are equal after the prompt."""
     CACHE = 6
     """Its slot in the key-value cache, below 0 for none."""
     LENGTH = 7
-    """Positions that attention reads for it, its own with them; 0 = no sequence. Not for the step itself, in which
-    attention may read the lengths before anything else is through, but for the kernel that brings all of this."""
+    """Positions that attention reads for it, including its own; 0 = no sequence. The kernel that copies this table to
+    the device writes the lengths: attention may read them before the step's own kernels have run."""

@@ -67,7 +67,7 @@ def can_speak(prompt_rows: int, fed_rows: int) -> bool:
 
 
 def pool_rows(positions: Indices, bases: Indices, stored: Indices, *, text_eos: int, text_pad: int) -> Indices:
-    """Index of the row of each position in a pool where a sequence's rows lie side by side.
+    """Return the index of each position's row in a pool where a sequence's rows are contiguous.
 
     Args:
         positions: int64 [N], places in their sequences.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker's step with decode steps by kernels of its own; all others are the plain step's."""
+"""The talker's step with fused kernels for decode steps; all other steps are plain."""
 
 from __future__ import annotations
 

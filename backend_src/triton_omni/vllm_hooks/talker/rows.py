@@ -25,8 +25,8 @@ TEXT_EOS_ROW: Final = 0
 TEXT_PAD_ROW: Final = 1
 _TAIL_ROWS: Final = 2
 MOST_FED: Final = 512
-"""Rows that wait for a step at most: a long prompt, which no step reads before all of it is there, would keep as much
-memory besides."""
+"""Maximum rows that wait for a step before they are copied to the pool: a long prompt, which no step reads before all
+of it has arrived, would keep its memory twice."""
 UNBOUNDED: Final = 1 << 40
 """Positions that may be computed once the tail has begun."""
 _RETRY_MS: Final = 250
@@ -112,7 +112,7 @@ class TalkerRows:
         self.pool = torch.zeros(_TAIL_ROWS + rows, tail.shape[1], dtype=tail.dtype, device=device)
         self.pool[:_TAIL_ROWS].copy_(tail)
         self.idle_slot = slots
-        """A slot of nobody: rows of the batch whose draw is thrown away write there."""
+        """Slot of no sequence: rows of the batch whose draws are discarded write there."""
         self.used = torch.zeros(slots + 1, prompt_ids.shape[0], dtype=torch.int32, device=device)
         """Number of times each id was read, by slot; at least 1 for ids of the prompt."""
         self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
@@ -178,7 +178,7 @@ class TalkerRows:
             rows = rows.to(self.pool.device)
         prompt_rows, fed = sequence.prompt.prompt_rows, sequence.fed
         if can_speak(prompt_rows, fed):
-            # A row of every sequence at nearly every step: a view of it would take as long as all else.
+            # Nearly every step brings a row of every sequence: a view of it would take as long as everything else.
             self._keep(sequence, stored_rows(prompt_rows, fed), rows)
         else:
             first, second, at_first, at_second = split_at_text_bos(prompt_rows, fed, count)
@@ -198,7 +198,7 @@ class TalkerRows:
             self._fed_rows += count
 
     def store(self) -> None:
-        """Copy what was fed since the last call into the pool, before a step that reads it.
+        """Copy the rows fed since the last call into the pool, before a step that reads them.
 
         One kernel stores the rows of a hundred messages. Single copies would take the stepping thread longer than the
         step: each releases the GIL and then competes with the threads that read and write messages.
@@ -210,7 +210,7 @@ class TalkerRows:
 
     def close(self, sequence: Sequence) -> None:
         """Free what `open` reserved. Steps in flight may still read it: later writes are queued after them."""
-        # Its place may be another's before the next step.
+        # Another sequence may get its rows' places before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
         self._spans.free(sequence.base + sequence.begin - _TAIL_ROWS)
@@ -229,14 +229,14 @@ class TalkerRows:
 
         Args:
             index: int64 [N] on the device, as `pool_rows` gives it.
-            slots: int64 [N] on the device, whose row it is.
+            slots: int64 [N] on the device, the sequence of each row.
         """
         rows = self.pool.index_select(0, index)
         self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
         return rows.nan_to_num_(0.0, 0.0, 0.0)
 
     def reset_used(self, slot: int) -> None:
-        """Let the prompt's ids be all that a sequence has used; also of one that is computed again from its begin."""
+        """Reset a sequence's used ids to those of its prompt, also when it is computed again from its begin."""
         self.used[slot].copy_(self._prompt_ids)
 
     def count(self, slots: Tensor, ids: Tensor) -> None:

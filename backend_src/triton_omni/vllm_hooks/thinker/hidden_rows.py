@@ -2,7 +2,7 @@
 """Hidden rows out of vLLM's V1 model runner: input embedding plus last hidden state of scheduled positions.
 
 One gather a step for the whole batch; nothing is copied per request and nothing waits for the device.
-It knows positions and request ids; which rows may be given when is in `rows.py`.
+It knows positions and request ids; `rows.py` decides when a row may be given.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepRows:
     """Rows of one engine step.
 
     Attributes:
-        segments: which tokens are whose, in the order of the batch.
+        segments: the tokens of each request, in the order of the batch.
         rows: [n, H] on the device, engine dtype, a tensor of its own and no view of a graph's pool; None when
             nobody wants rows.
         finite: bool [tokens] on the host: the token's hidden state has no NaN or infinity; valid once `arrived`.
@@ -83,7 +83,7 @@ class GatherPlan:
     zeroed: NDArray[np.bool_]
 
     def take_embeddings(self, embeddings: Tensor) -> Tensor | None:
-        """Input embeddings [n, H] of the rows, zero at media; to be called before the model runs.
+        """Return the input embeddings [n, H] of the rows, zero at media; call this before the model runs.
 
         vLLM's fused norm on a GPU adds the residual stream into the very buffer that holds the embeddings.
 
@@ -98,7 +98,7 @@ class GatherPlan:
         return taken
 
     def complete_apart(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Complete rows that are not those of the batch's first tokens; returns what is left to complete, all or none.
+        """Complete rows unless they are those of the batch's first tokens; return all that are left, or None.
 
         Args:
             taken: what `take_embeddings` gave.
@@ -110,16 +110,16 @@ class GatherPlan:
         return None
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Return the rows [n, H] of those of all tokens [tokens of the batch, H]; a view where they are the first."""
+        """Return the rows [n, H] among those of all tokens [tokens of the batch, H]; a view if they are the first."""
         return self._rows_of(rows) if len(self.indices) else None
 
     @property
     def _are_first(self) -> bool:
-        """True if the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
+        """True if the rows are those of the batch's first tokens, as when all sequences decode and want rows."""
         return bool(self.indices[-1] == len(self.indices) - 1)
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
-        """Select the rows of [tokens of the batch, H]; a view where they are the first."""
+        """Select the rows from [tokens of the batch, H]; a view if they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
         return tokens.index_select(0, to_device(torch.from_numpy(self.indices), tokens.device))
@@ -127,31 +127,30 @@ class GatherPlan:
 
 @dataclass
 class _Followed:
-    """A request: its media's positions bool [P], whether it wants rows, and from which position on none was taken
-    yet."""
+    """A request: its media's positions bool [P], whether it wants rows, and the first position not taken yet."""
 
     media: NDArray[np.bool_]
     wants_rows: bool
     untaken: int = 0
 
     def claim(self, start: int, stop: int) -> int:
-        """Take positions [start, stop); returns where those begin that were not taken before."""
+        """Take positions [start, stop); return the first that was not taken before."""
         first = start if start >= self.untaken else min(self.untaken, stop)
         self.untaken = max(self.untaken, stop)
         return first
 
 
 class HiddenRowCollector:
-    """Knows the requests, and keeps the rows of steps until they are taken.
+    """Keeps the rows of steps, by request, until they are taken.
 
-    Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
-    `follow` and `forget` are called between steps, on the thread that steps the engine.
+    Each row is taken once, also if a preempted sequence computes it again. `follow` and `forget` are called between
+    steps, on the thread that steps the engine.
     """
 
     def __init__(self) -> None:
         self._followed: dict[str, _Followed] = {}
         self.shared: set[str] = set()
-        """Requests of which later ones may reuse cached tokens."""
+        """Requests whose cached tokens later ones may reuse."""
         self.finish: Callable[[Tensor | None, Tensor, Kept | None], Tensor] = finish
         """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
@@ -173,11 +172,11 @@ class HiddenRowCollector:
         self.shared.discard(request_id)
 
     def skipped(self, request_ids: list[str], starts: NDArray[np.integer[Any]]) -> list[Segment]:
-        """Take the positions that were neither computed for a request nor taken before: it begins after them, since
-        they are cached. Rows of all of them adjoin, whoever wants some.
+        """Take the positions that a request skips because they are cached, unless they were taken before. The rows of
+        all requests are contiguous, whether wanted or not.
 
         Args:
-            request_ids, starts: as in `plan`, which is asked after this.
+            request_ids, starts: as in `plan`, which is called after this.
         """
         found, total = [], 0
         for request_id, first in zip(request_ids, starts[: len(request_ids)].tolist(), strict=True):
@@ -205,12 +204,12 @@ class HiddenRowCollector:
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
     ) -> GatherPlan:
-        """Return the rows to take from a step's batch; asked once a step.
+        """Return the rows to take from a step's batch; called once a step.
 
         Args:
             request_ids: of the batch, in its order.
             starts: [B] position of each request's first scheduled token.
-            bounds: [B + 1] where each request's tokens begin in the batch, and the end.
+            bounds: [B + 1] start of each request's tokens in the batch, and the end.
         """
         count = len(request_ids)
         firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
