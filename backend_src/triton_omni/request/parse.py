@@ -26,7 +26,7 @@ Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-"""One spelling an id, so that none is given twice."""
+"""Each id has one spelling, so that none is given twice."""
 MAX_SEED: Final = 2**63 - 1
 _TALKER_SEEDS: Final = MAX_SEED + 1
 """The first of the talker's seeds."""
@@ -67,7 +67,7 @@ class ThinkerOptions(StrictModel):
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
-    """The reply does not end by itself before."""
+    """The reply does not end by itself before so many tokens."""
 
     def to_sampling(self, seed: int, limit: int, tools: ToolRules | None = None) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
@@ -221,7 +221,7 @@ class OmniRequest:
     audio_format: AudioFormat
     use_audio_in_video: bool
     audio_in_pieces: bool
-    """True: the start of a sound is the same to the model however the sound goes on."""
+    """True: the model's view of a sound's start does not depend on its continuation."""
     mm_processor_kwargs: MediaOptions
     thinker: ThinkerOptions
     talker: TalkerOptions
@@ -231,7 +231,7 @@ class OmniRequest:
     cache_salt: str | None = field(repr=False)
     """Requests of equal salt share the prefix cache; None = the request does not use the cache."""
     tools: Tools | None
-    """None = nothing is known of calls."""
+    """None = the request has neither tools nor calls."""
     prefill_only: bool
     """True: there is no reply; a later request finds the prompt in the caches."""
     timeout_s: float
@@ -257,7 +257,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
     """Check everything a client sent.
 
     Raises:
-        BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
+        BadRequest: a value is wrong; the message names the key path, the value and what is allowed.
         TooLarge: a limit of the deployment is exceeded.
     """
     parameters = _parse_parameters(raw.sampling_parameters, limits, defaults)
@@ -286,7 +286,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
 
 
 def _timeout_s(raw: RawRequest, parameters: _Parameters, defaults: RequestDefaults) -> float:
-    """The sooner of those that are given."""
+    """Return the smaller of the given timeouts, else the default."""
     by_triton_s = raw.timeout_us / 1e6 if raw.timeout_us else None
     if by_triton_s is not None and by_triton_s > defaults.max_timeout_s:
         limit = f"this deployment's limit of {defaults.max_timeout_s * 1e6:.0f}"

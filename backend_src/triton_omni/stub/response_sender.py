@@ -49,7 +49,7 @@ class SendingThread:
                 job()
             except Exception:
                 logger.exception("a response could not be sent")
-            # It holds a response's tensors, which an idle thread would keep alive.
+            # The job holds a response's tensors, which an idle thread would keep alive.
             del job
 
 
@@ -92,7 +92,7 @@ class TritonResponseSender:
             self._thread.put(lambda: self._conclude(tensors, then, lost))
 
     def answer(self, tensors: Mapping[str, Sent], then: Callable[[], None] | None = None) -> None:
-        """Send one response as the final: all that a request of a model that is not decoupled may get."""
+        """Send one response as the final, the only response of a model that is not decoupled."""
         if self._claim_final():
             self._thread.put(lambda: self._send_final(functools.partial(self._response, tensors), then))
 

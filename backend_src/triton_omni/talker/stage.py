@@ -239,7 +239,7 @@ class TalkerStage:
         Raises:
             BadRequest: the voice is unknown.
             TooLarge: the prompt leaves no room for codes.
-            Overloaded: the rows cannot be had.
+            Overloaded: there is no room for the rows.
             InternalError: the thinker sent no positions.
         """
         request = session.session
