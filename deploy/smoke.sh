@@ -97,7 +97,7 @@ stage_process() {
         find_stage "$@"' bash "$SUPERVISOR" "$STAGE"
 }
 
-check_revival() {
+check_restart() {
     local process begin=$SECONDS
     process=$(stage_process)
     [[ $process =~ ^[0-9]+$ ]] || fail "found no process of $STAGE ('$process')"
@@ -149,6 +149,6 @@ case $MODE in
     *) fail "usage: $0 image IMAGE [OPTIONS of docker run], or $0 server PID HTTP GRPC" ;;
 esac
 check_replies "first"
-check_revival
+check_restart
 check_replies "afterwards"
 check_stop

@@ -62,20 +62,20 @@ def median_ms(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measure(intake: Preprocessor, decoders: Decoders, media: Mapping[str, MediaPart]) -> None:
+def measure(preprocessor: Preprocessor, decoders: Decoders, media: Mapping[str, MediaPart]) -> None:
     """Print a line for each medium."""
-    print("| medium | bytes | decoding, ms | prepared anew, ms | found, ms | kept, MB |\n|---|---|---|---|---|---|")
+    print("| medium | bytes | decoding, ms | preprocessed anew, ms | found, ms | kept, MB |\n|---|---|---|---|---|---|")
     for name, part in media.items():
         decoding = median_ms(lambda: decoders.decode([part], with_audio=False, is_wanted=lambda: True))  # noqa: B023
-        anew = median_ms(lambda: intake.prepare(_asking(part), 0))  # noqa: B023
-        before = _kept_bytes(intake)
-        found = median_ms(lambda: intake.prepare(_asking(part, cache_salt=SALT), 0))  # noqa: B023
-        kept = (_kept_bytes(intake) - before) / 1e6
+        anew = median_ms(lambda: preprocessor.preprocess(_asking(part), 0))  # noqa: B023
+        before = _kept_bytes(preprocessor)
+        found = median_ms(lambda: preprocessor.preprocess(_asking(part, cache_salt=SALT), 0))  # noqa: B023
+        kept = (_kept_bytes(preprocessor) - before) / 1e6
         print(f"| {name} | {len(part.data)} | {decoding:.1f} | {anew:.1f} | {found:.2f} | {kept:.2f} |")
 
 
-def _kept_bytes(intake: Preprocessor) -> float:
-    return next(metric.value for metric in intake.metrics() if metric.name == "omni_media_cache_bytes")
+def _kept_bytes(preprocessor: Preprocessor) -> float:
+    return next(metric.value for metric in preprocessor.metrics() if metric.name == "omni_media_cache_bytes")
 
 
 def _asking(part: MediaPart, **parameters: str) -> RawRequest:
@@ -95,14 +95,14 @@ def main() -> None:
     settings = ThinkerSettings(dtype="float32", engine=EngineSettings(max_num_seqs=4, max_model_len=4096))
     engine = ThinkerVllmEngine(checkpoint, settings, torch.device("cpu"))
     config = load_config(checkpoint)
-    intake = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
+    preprocessor = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     decoders = Decoders(settings.limits)
     media = {"photo of 1024 x 768": MediaPart("image", photo()), "10 s of sound": MediaPart("audio", sound())}
     try:
-        measure(intake, decoders, media)
+        measure(preprocessor, decoders, media)
     finally:
         decoders.close()
-        intake.close()
+        preprocessor.close()
         engine.close()
 
 

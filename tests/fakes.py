@@ -88,7 +88,7 @@ class Refused(Exception):
     """Triton does not take a response."""
 
 
-class LinkOutlet:
+class LinkResponseSender:
     """An response sender whose responses become requests of the next stage, as in the ensemble."""
 
     def __init__(self, ensemble: FakeEnsemble, deliver: Callable[[Mapping[str, Value]], None]) -> None:
@@ -185,14 +185,14 @@ class FakeEnsemble:
         self._lock = threading.Lock()
         self._on_the_way = 0
         self.cancelled = False
-        self.senders: list[LinkOutlet] = []
+        self.senders: list[LinkResponseSender] = []
         self.leaked = False
         self.to_talker: list[Mapping[str, Value]] = []
         self.to_token2wav: list[Mapping[str, Value]] = []
         self.reply = Reply()
 
     def submit(self, raw: RawRequest) -> Reply:
-        self._thinker.submit(raw, LinkOutlet(self, self.forward_to_talker))
+        self._thinker.submit(raw, LinkResponseSender(self, self.forward_to_talker))
         return self.reply
 
     def sending_thread(self, name: str) -> Callable[..., object]:
@@ -207,7 +207,7 @@ class FakeEnsemble:
 
         return functools.partial(thread.submit, run_later)
 
-    def fail(self, error: OmniError, sender: LinkOutlet) -> None:
+    def fail(self, error: OmniError, sender: LinkResponseSender) -> None:
         # Triton leaks the request when any other request of it is open, or on its way, at an error response.
         with self._lock:
             others = [other for other in self.senders if other is not sender and not other.finals]
@@ -245,7 +245,7 @@ class FakeEnsemble:
     def _deliver(self, stage, tensors, deliver) -> None:
         time.sleep(self._transit_s)
         if self.reply.error is None:
-            sender = LinkOutlet(self, deliver)
+            sender = LinkResponseSender(self, deliver)
             with self._lock:
                 self._on_the_way -= 1
             stage.submit(tensors, sender)
@@ -255,7 +255,7 @@ class FakeEnsemble:
         self.check_done()
 
 
-class FakeIntake:
+class FakePreprocessor:
     """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool.
     There one that is `held` keeps each request until `goes_on` is set, or it is closed.
     """
@@ -275,12 +275,12 @@ class FakeIntake:
         if not held:
             self.goes_on.set()
 
-    def prepare_at_once(
+    def preprocess_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: Callable[[float], None]
     ) -> Preprocessed | None:
-        return None if self._later or self._delay_s else self.prepare(raw, accepted_ns, take_timeout)
+        return None if self._later or self._delay_s else self.preprocess(raw, accepted_ns, take_timeout)
 
-    def prepare(
+    def preprocess(
         self,
         raw: RawRequest,
         accepted_ns: int,
@@ -327,7 +327,7 @@ class _FakeEngine:
         self.fail_key: str | None = None
         self.priorities: list[int] = []
         self.step_s = 0.0
-        self.held = False
+        self.paused = False
         self.steps_under_way = 0
         self.steps = 0
         self.closed = False
@@ -338,8 +338,8 @@ class _FakeEngine:
         if self.broken is not None:
             raise self.broken
 
-    def hold(self, held: bool) -> None:
-        self.held = held
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)
@@ -373,7 +373,7 @@ class FakeThinkerEngine(_FakeEngine):
         self.open_keys[key] = _Writing(len(placed.prompt_token_ids), want_rows)
 
     def has_work(self):
-        return bool(self.open_keys) and not self.held
+        return bool(self.open_keys) and not self.paused
 
     def step(self):
         self._begin_step()
@@ -436,7 +436,7 @@ class FakeTalkerEngine(_FakeEngine):
         return state is None or not (state.ended or len(state.rows) - state.prompt.prompt_rows > state.spoken)
 
     def has_work(self):
-        return not self.held and not all(map(self.waits, self.open_keys))
+        return not self.paused and not all(map(self.waits, self.open_keys))
 
     def step(self):
         self._begin_step()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fakes import HIDDEN, FakeEnsemble, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
+from fakes import HIDDEN, FakeEnsemble, FakePreprocessor, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine
 from triton_omni.core.policy_settings import Token2WavPolicy
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER
@@ -58,7 +58,7 @@ class Pipeline:
 @contextlib.contextmanager
 def pipeline(
     *,
-    intake=None,
+    preprocessor=None,
     thinker=None,
     talker=None,
     waveform=None,
@@ -87,7 +87,7 @@ def pipeline(
         ThinkerStage(
             settings,
             thinker,
-            intake or FakeIntake(),
+            preprocessor or FakePreprocessor(),
             ledgers[0],
             device=CPU,
             hidden_size=HIDDEN,

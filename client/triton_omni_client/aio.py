@@ -73,14 +73,14 @@ class AsyncStream(AsyncDeltaIterator):
     async def _receive(self) -> None:
         try:
             if self._answered:
-                await self._take()
+                await self._receive_once()
             else:
-                await self._retry.awaiting(self._deadline - time.monotonic(), self._gone)(self._take)
+                await self._retry.awaiting(self._deadline - time.monotonic(), self._gone)(self._receive_once)
         except (OmniClientError, asyncio.CancelledError):
             self.close()
             raise
 
-    async def _take(self) -> None:
+    async def _receive_once(self) -> None:
         """Take one response, of a new call where the last one was refused."""
         if self._gone.is_set():
             return
@@ -89,13 +89,13 @@ class AsyncStream(AsyncDeltaIterator):
         try:
             if self._shared is not None and not self._answered:
                 await self._shared.made()
-            await self._take_from(self._call)
+            await self._receive_from(self._call)
         except Overloaded:
             self._call.cancel()
             self._call = None
             raise
 
-    async def _take_from(self, call: Any) -> None:
+    async def _receive_from(self, call: Any) -> None:
         try:
             response = await (read_end(call) if self._reader.whole else call.read())
         except grpc.RpcError as error:

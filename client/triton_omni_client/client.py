@@ -115,14 +115,14 @@ class Stream(DeltaIterator):
     def _receive(self) -> None:
         try:
             if self._answered:
-                self._take()
+                self._receive_once()
             else:
-                self._retry.blocking(self._deadline - time.monotonic(), self._gone)(self._take)
+                self._retry.blocking(self._deadline - time.monotonic(), self._gone)(self._receive_once)
         except OmniClientError:
             self.close()
             raise
 
-    def _take(self) -> None:
+    def _receive_once(self) -> None:
         """Take one response, of a new call where the last one was refused."""
         if self._gone.is_set():
             return
@@ -131,13 +131,13 @@ class Stream(DeltaIterator):
             if self._gone.is_set():  # `close` came in between and saw no call
                 self._call.cancel()
         try:
-            self._take_from(self._call)
+            self._receive_from(self._call)
         except Overloaded:
             self._call.cancel()
             self._call = None
             raise
 
-    def _take_from(self, call: Call) -> None:
+    def _receive_from(self, call: Call) -> None:
         try:
             response = call.receive()
         except OmniClientError:

@@ -77,7 +77,7 @@ class _Utterance(Closing, Generic[TurnT]):
                 self._pcm += pcm
             request = None if self._is_hinting else self._next()
         if request is not None:
-            self._begin(request)
+            self._send_hints(request)
 
     def ask(self, text: str = "", **options: Any) -> TurnT:
         """End the utterance, and ask as `Conversation.ask` does with the sound as medium; waits for no hint.
@@ -107,7 +107,7 @@ class _Utterance(Closing, Generic[TurnT]):
             stream.close()
 
     @abstractmethod
-    def _begin(self, request: Request) -> None:
+    def _send_hints(self, request: Request) -> None:
         """Send a hint in the background, and those that are due when it has ended."""
 
     def _next(self) -> Request | None:
@@ -147,7 +147,7 @@ class Listening(_Utterance[TurnT]):
         super().__init__(hint, ask)
         self._client = client
 
-    def _begin(self, request: Request) -> None:
+    def _send_hints(self, request: Request) -> None:
         threading.Thread(target=self._run, args=(request,), name="listening", daemon=True).start()
 
     def _run(self, request: Request | None) -> None:
@@ -170,7 +170,7 @@ class AsyncListening(_Utterance[TurnT]):
         self._client = client
         self._task: asyncio.Task[None] | None = None
 
-    def _begin(self, request: Request) -> None:
+    def _send_hints(self, request: Request) -> None:
         self._task = asyncio.create_task(self._run(request))
 
     async def _run(self, request: Request | None) -> None:

@@ -34,7 +34,7 @@ OF_THE_SERVER = ("overloaded", "internal", "connection_failed")
 """Codes of errors that mean something else where no server is ready."""
 
 
-class Told(NamedTuple):
+class Refusal(NamedTuple):
     """A refusal of the server in its caller's words."""
 
     message: str
@@ -44,7 +44,7 @@ class Told(NamedTuple):
     """OpenAI's, where it has one of its own for this."""
 
 
-Naming = Callable[[str], Told]
+Naming = Callable[[str], Refusal]
 """Puts a refusal in its caller's words; see `field_names.py`."""
 
 
@@ -137,7 +137,7 @@ def stopping() -> GatewayError:
 
 
 def from_client(
-    error: OmniClientError, naming: Naming = Told, request_id: str = "", *, is_ready: bool = True
+    error: OmniClientError, naming: Naming = Refusal, request_id: str = "", *, is_ready: bool = True
 ) -> GatewayError:
     """Translate an error of Triton's client for a caller of HTTP.
 
@@ -155,7 +155,7 @@ def from_client(
         return _lost(error)
     if error.code == "internal" and error.by_triton:
         return broken(request_id, "Triton server")
-    told = Told(error.message)
+    told = Refusal(error.message)
     if error.code in _OF_THE_REQUEST:
         told = naming(told.message)
     if error.code == "overloaded":

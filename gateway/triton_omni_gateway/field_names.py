@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import CONTEXT_LENGTH, Told
+from .errors import CONTEXT_LENGTH, Refusal
 from .schemas import ChatRequest
 
 _BOTH: Mapping[str, str] = {
@@ -69,20 +69,20 @@ class FieldNames:
     developers: frozenset[str] = frozenset()
     """Messages of the role `developer`, which the server knows as `system`."""
 
-    def told(self, message: str) -> Told:
+    def told(self, message: str) -> Refusal:
         """A refusal in the caller's words, with the key at fault where it is one that the caller wrote."""
         if _TOO_LONG.match(message):
-            return Told(f"{self.prompt}: {message}", self.prompt, CONTEXT_LENGTH)
+            return Refusal(f"{self.prompt}: {message}", self.prompt, CONTEXT_LENGTH)
         medium = _MEDIUM.match(message)
         if medium is not None and int(medium["index"]) < len(self.media):
             name = self.media[int(medium["index"])]
-            return Told(name + message[medium.end() :], name)
+            return Refusal(name + message[medium.end() :], name)
         found = _PATH.match(message)
         named = None if found is None else self._name(found["plain"])
         if found is None or named is None:
-            return Told(message)
+            return Refusal(message)
         tail = self._tail(found["plain"], message[found.end() :])
-        return Told(f"{named or self.rest}{found['quoted']}{tail}", named or None)
+        return Refusal(f"{named or self.rest}{found['quoted']}{tail}", named or None)
 
     def _name(self, path: str) -> str | None:
         """The caller's path; empty for the whole of the server's parameters, None where the path is in no table."""

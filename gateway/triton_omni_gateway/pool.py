@@ -81,19 +81,19 @@ class PooledStream(AsyncDeltaIterator):
         self._server = server
         self._chosen(server)
         # Also of a stream that nobody closes: collecting it as garbage cancels its request.
-        self._leave = weakref.finalize(self, server.leave)
+        self._release = weakref.finalize(self, server.leave)
 
     async def __anext__(self) -> Delta:
         while True:
             try:
                 delta = await anext(self._stream)
             except OmniClientError as error:
-                self._leave()
+                self._release()
                 if not self._may_move(error) or (server := next(self._others, None)) is None:
                     raise
                 self._ask(server)
             except StopAsyncIteration:
-                self._leave()
+                self._release()
                 raise
             else:
                 self._answered = True
@@ -116,7 +116,7 @@ class PooledStream(AsyncDeltaIterator):
     def close(self) -> None:
         """Cancel the request unless it has ended; iteration stops after what has already arrived."""
         self._stream.close()
-        self._leave()
+        self._release()
 
     def reply(self) -> Reply:
         """The reply so far."""

@@ -179,7 +179,7 @@ class Transcriber:
         try:
             async with aclosing(self._cutter.windows(asked.data)) as windows:
                 async for window in windows:
-                    under_way.append(self._begin(asked, window, count))
+                    under_way.append(self._start_listening(asked, window, count))
                     count += 1
                     if len(under_way) == self._settings.windows_at_once:
                         yield under_way[0]
@@ -192,7 +192,7 @@ class Transcriber:
                 one.task.cancel()
             await asyncio.gather(*(one.task for one in under_way), return_exceptions=True)
 
-    def _begin(self, asked: _Asked, window: Window, number: int) -> _Listening:
+    def _start_listening(self, asked: _Asked, window: Window, number: int) -> _Listening:
         state = asked.http.state
         label = f"{state.request_id}.{number}" if number else state.request_id
         request = listening_request(window.data, asked.prompt, label, temperature=asked.form.temperature)

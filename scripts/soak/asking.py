@@ -144,7 +144,7 @@ class Asker:
                     heard.first_audio_s = time.monotonic() - begin
                 if cancel_at is not None and time.monotonic() > cancel_at:
                     break
-        _take(stream.reply(), heard)
+        _record_reply(stream.reply(), heard)
 
     def _http_stream(self, planned: Planned, heard: Heard) -> None:
         begin = time.monotonic()
@@ -184,10 +184,10 @@ class Asker:
         heard.info = Info.from_json(found["info"][4:].decode())
 
     def _http_unary(self, planned: Planned, heard: Heard) -> None:
-        _take(self._http.unary(planned.request), heard)
+        _record_reply(self._http.unary(planned.request), heard)
 
 
-def _take(reply: Reply, heard: Heard) -> None:
+def _record_reply(reply: Reply, heard: Heard) -> None:
     heard.text, heard.pieces, heard.info = reply.text, [reply.audio], reply.info
 
 

@@ -89,7 +89,7 @@ class Run:
     def drive(self) -> Soaked:
         """Ask all there is to ask; the server is stopped afterwards."""
         self._watch.start()
-        helpers = [threading.Thread(target=act, daemon=True) for act in (self._kill_stages, self._tell)]
+        helpers = [threading.Thread(target=act, daemon=True) for act in (self._kill_stages, self._report_progress)]
         for helper in helpers:
             helper.start()
         with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="soak-client") as pool:
@@ -160,7 +160,7 @@ class Run:
         self._say(f"{stage} killed, back after {back - killed:.1f} s")
         self._kills.append(Kill(stage, killed, back + _SETTLE_S))
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         while not self._ends_within(_TOLD_EVERY_S):
             ended, seconds = len(self._ended), self._asker.now()
             self._say(

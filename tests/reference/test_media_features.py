@@ -158,16 +158,16 @@ def test_the_script_measures_what_is_decoded_and_what_is_found(
 ) -> None:
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "media_cost.py"))
     config = load_config(tiny_checkpoint)
-    intake = Preprocessor(
+    preprocessor = Preprocessor(
         tiny_checkpoint, config, load_speakers(tiny_checkpoint, config), ThinkerSettings(max_new_tokens=8), engine
     )
     decoders = Decoders(RequestLimits())
     media = {"photo": MediaPart("image", image_file("jpeg")), "sound": MediaPart("audio", script["sound"]()[:64_044])}
     try:
-        script["measure"](intake, decoders, media)
+        script["measure"](preprocessor, decoders, media)
     finally:
         decoders.close()
-        intake.close()
+        preprocessor.close()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [[name, str(len(part.data))] for name, part in media.items()]
     assert all(float(figure) > 0 for row in rows for figure in row[2:])

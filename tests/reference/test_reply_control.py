@@ -212,8 +212,8 @@ def test_a_hold_begins_no_step_and_gives_what_is_under_way(engine: Any, hf: HfRe
             answer.outputs += engine.step()
         under_way, known = engine.steps_under_way, len(answer.token_ids)
         assert under_way == (engine._core.batch_queue is not None)
-        engine.hold(True)
+        engine.pause(True)
         drain(engine, {"one": answer})
         assert len(answer.token_ids) == known + under_way
-        engine.hold(False)
+        engine.pause(False)
     assert_equals_hf(drain(engine, {"one": answer})["one"], hf.thinker(hf.ask("hello"), REPLY))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from intakes import intakes
 from media_samples import audio_file, tone
+from preprocessors import preprocessors
 from reference.hf import HfReference
 from reference.test_thinker_prefix_cache import hits
 from reference.thinker_rig import NOTHING_HELD, assert_equals_hf, engine_of, run
@@ -49,26 +49,26 @@ def engine(tiny_checkpoint: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def make_intake(engine: Any, tiny_checkpoint: Path) -> Iterator[Callable[..., tuple[Preprocessor, Any]]]:
-    with intakes(tiny_checkpoint, lambda: engine) as make:
+def make_preprocessor(engine: Any, tiny_checkpoint: Path) -> Iterator[Callable[..., tuple[Preprocessor, Any]]]:
+    with preprocessors(tiny_checkpoint, lambda: engine) as make:
         yield make
 
 
 @pytest.fixture
-def prepare(engine: Any, make_intake: Callable[..., tuple[Preprocessor, Any]]) -> Callable[..., ThinkerPlaced]:
+def prepare(engine: Any, make_preprocessor: Callable[..., tuple[Preprocessor, Any]]) -> Callable[..., ThinkerPlaced]:
     assert engine._core.scheduler.reset_prefix_cache()
-    intake, _ = make_intake(max_new_tokens=8, prefix_caching=True)
+    preprocessor, _ = make_preprocessor(max_new_tokens=8, prefix_caching=True)
 
-    def prepared(*sounds: np.ndarray, **parameters: Any) -> ThinkerPlaced:
+    def preprocessed(*sounds: np.ndarray, **parameters: Any) -> ThinkerPlaced:
         content = [{"type": "audio"} for _ in sounds]
         raw = RawRequest(
             messages=json.dumps([{"role": "user", "content": content}]).encode(),
             media=[audio_file(samples=sound) for sound in sounds],
             sampling_parameters=json.dumps({"audio_in_pieces": True} | parameters).encode(),
         )
-        return intake.prepare(raw, 0).placed
+        return preprocessor.preprocess(raw, 0).placed
 
-    return prepared
+    return preprocessed
 
 
 def mels(placed: ThinkerPlaced) -> list[torch.Tensor]:

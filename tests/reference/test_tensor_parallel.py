@@ -33,7 +33,7 @@ def leading(pids: Any) -> None:
     FORK.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     follower = FORK.Process(target=tensor_parallel._follow, kwargs={"pids": pids}, daemon=True)
     follower.start()
-    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=0.0)
+    engine: Any = SimpleNamespace(_closing=threading.Event(), _grace_s=0.0)
     tensor_parallel.TensorParallelExecutor._end_with_a_follower(engine, [follower])
 
 
@@ -92,7 +92,7 @@ def test_who_cannot_load_says_why_before_its_followers_end_it() -> None:
 
     follower = FORK.Process(target=time.sleep, args=(0,))
     follower.start()
-    engine: Any = SimpleNamespace(_closing=threading.Event(), _patience_s=FOREVER_S)
+    engine: Any = SimpleNamespace(_closing=threading.Event(), _grace_s=FOREVER_S)
     threading.Timer(0.2, engine._closing.set).start()
     TensorParallelExecutor._end_with_a_follower(engine, [follower])
     follower.join()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's steps that go on give the ids and rows of vLLM's own steps, and leave vLLM's records as those would."""
+"""The thinker's incremental steps give the ids, rows and records of vLLM's own steps."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ COMPILED_S = 300
 
 
 class Pair:
-    """Two engines that are told the same: one goes on where it can, the other schedules every step in vLLM's way."""
+    """Two engines of the same calls: one takes incremental steps where it can, the other only vLLM's own."""
 
     def __init__(self, engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines = engines
         self.answers: list[dict[str, Answer]] = [{}, {}]
-        self.steady: list[int] = []
-        """Sequences of each step that went on."""
-        go_on = engines[0]._runner.go_on
+        self.incremental: list[int] = []
+        """Sequences of each incremental step."""
+        launch_incremental = engines[0]._runner.launch_incremental
 
         def watched(step: Any) -> Any:
-            self.steady.append(len(step.num_scheduled_tokens))
-            return go_on(step)
+            self.incremental.append(len(step.num_scheduled_tokens))
+            return launch_incremental(step)
 
-        monkeypatch.setattr(engines[0]._runner, "go_on", watched)
+        monkeypatch.setattr(engines[0]._runner, "launch_incremental", watched)
 
     def add(self, key: str, prompt: ThinkerPrompt, sampling: Sampling, *, want_rows: bool = True) -> None:
         for engine, answers in zip(self.engines, self.answers, strict=True):
@@ -106,8 +106,10 @@ def engines(tiny_checkpoint: Path) -> Iterator[Sequence[Any]]:
     """What one test leaves behind in vLLM's records, the next one finds in both."""
     with ExitStack() as stack:
         yield [
-            stack.enter_context(engine_of(tiny_checkpoint, ahead=True, steady=steady, max_num_batched_tokens=BATCHED))
-            for steady in (True, False)
+            stack.enter_context(
+                engine_of(tiny_checkpoint, ahead=True, incremental=incremental, max_num_batched_tokens=BATCHED)
+            )
+            for incremental in (True, False)
         ]
 
 
@@ -123,25 +125,25 @@ def pair(engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
             engine.step()
 
 
-def test_steps_that_go_on_are_vllm_s_however_is_drawn(pair: Pair, hf: HfReference) -> None:
+def test_incremental_steps_are_vllm_s_however_is_drawn(pair: Pair, hf: HfReference) -> None:
     for key, sampling in ASKED.items():
         pair.add(key, ask(hf, key), sampling)
         pair.step(5)
     pair.drain()
-    assert set(range(1, len(ASKED) + 1)) <= set(pair.steady)
+    assert set(range(1, len(ASKED) + 1)) <= set(pair.incremental)
 
 
-def test_what_goes_on_is_what_hf_says(pair: Pair, hf: HfReference) -> None:
+def test_incremental_steps_give_what_hf_does(pair: Pair, hf: HfReference) -> None:
     texts = ("hello", "why?", "a longer question, of more than one block of the cache of keys and values")
     for text in texts:
         pair.add(text, ask(hf, text), Sampling(max_tokens=64))
     answers = pair.drain()
-    assert len(pair.steady) > 40
+    assert len(pair.incremental) > 40
     for text in texts:
         assert_equals_hf(answers[text], hf.thinker(hf.ask(text), Sampling(max_tokens=64)))
 
 
-def test_a_stage_s_clock_tells_steps_of_vllm_s_own_from_waits_for_those_that_go_on(
+def test_a_stage_s_clock_tells_steps_of_vllm_s_own_from_waits_for_incremental_ones(
     pair: Pair, hf: HfReference, clock: LoopClock
 ) -> None:
     pair.add("hello", ask(hf, "hello"), GREEDY)
@@ -159,10 +161,10 @@ def test_sequences_that_begin_end_and_are_dropped_while_others_go_on(pair: Pair,
     pair.step(3)
     pair.each("abort", "late")
     pair.drain()
-    assert len(set(pair.steady)) > 3
+    assert len(set(pair.incremental)) > 3
 
 
-def test_a_stop_string_ends_a_sequence_within_steps_that_go_on(pair: Pair, hf: HfReference) -> None:
+def test_a_stop_string_ends_a_sequence_within_incremental_steps(pair: Pair, hf: HfReference) -> None:
     pair.add("plain", ask(hf, "hello"), GREEDY)
     text = pair.drain()["plain"].text
     pair.add("stopped", ask(hf, "hello"), replace(GREEDY, min_tokens=0, stop=(text[20:23],)))
@@ -175,71 +177,71 @@ def test_a_stop_string_ends_a_sequence_within_steps_that_go_on(pair: Pair, hf: H
 def test_a_schema_and_a_prompt_s_media_leave_the_steps_to_vllm(pair: Pair, hf: HfReference) -> None:
     pair.add("plain", ask(hf, "hello"), replace(GREEDY, max_tokens=80, min_tokens=80))
     pair.step(10)
-    before = len(pair.steady)
+    before = len(pair.incremental)
     assert before
     pair.add("json", ask(hf, "an object"), Sampling(max_tokens=24, json_schema=SCHEMA))
     pair.step(6)
-    assert len(pair.steady) == before
+    assert len(pair.incremental) == before
     audio = {"type": "audio"}
     heard = ThinkerPrompt(token_ids(hf, audio, {"type": "text", "text": "what?"}), {"audio": [tone(1.3)]})
     pair.add("sound", heard, GREEDY)
     pair.drain()
-    assert len(pair.steady) > before
+    assert len(pair.incremental) > before
 
 
-def test_a_step_goes_on_right_behind_prompts(pair: Pair, hf: HfReference) -> None:
+def test_a_step_is_incremental_right_after_prompts(pair: Pair, hf: HfReference) -> None:
     for together in (1, 2, 3):
         # All but the first beside those that decode.
         pair.add(str(together), ask(hf, "hello" * together), replace(SAMPLED, seed=together))
-        before = len(pair.steady)
+        before = len(pair.incremental)
         pair.step()
-        assert len(pair.steady) == before
+        assert len(pair.incremental) == before
         pair.step(2)
-        assert pair.steady[before:] == [together, together]
+        assert pair.incremental[before:] == [together, together]
     long = ask(hf, "x" * 200)
     # Others decode in each of the steps that its prompt takes.
     parts = -(-len(long.token_ids) // (BATCHED - 3))
     pair.add("long", long, GREEDY)
-    before = len(pair.steady)
+    before = len(pair.incremental)
     pair.step(parts)
-    assert len(pair.steady) == before
+    assert len(pair.incremental) == before
     pair.step()
-    assert pair.steady[before:] == [4]
+    assert pair.incremental[before:] == [4]
     assert parts > 1
     pair.drain()
 
 
-def test_a_step_goes_on_behind_a_prompt_beside_a_reply_to_an_image(pair: Pair, hf: HfReference) -> None:
+def test_a_step_is_incremental_after_a_prompt_beside_a_reply_to_an_image(pair: Pair, hf: HfReference) -> None:
     """Whose positions run behind its places."""
     seen = token_ids(hf, {"type": "image"}, {"type": "text", "text": "what?"})
     pair.add("image", ThinkerPrompt(seen, {"image": [Image.fromarray(picture(64, 48))]}), GREEDY)
     pair.step(6)
-    assert pair.steady
+    assert pair.incremental
     for key in ("one", "another"):
         pair.add(key, ask(hf, key), GREEDY)
-    before = len(pair.steady)
+    before = len(pair.incremental)
     pair.step(2)
-    assert pair.steady[before:] == [3]
+    assert pair.incremental[before:] == [3]
     states = pair.engines[0]._runner.requests.values()
     assert [state.mrope_position_delta < 0 for state in states] == [True, False, False]
     pair.drain()
 
 
-def test_steps_go_on_behind_a_hold(pair: Pair, hf: HfReference) -> None:
-    """What is under way is taken while nothing begins; then the same steps follow as without a hold."""
+def test_steps_are_incremental_after_a_pause(pair: Pair, hf: HfReference) -> None:
+    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
     pair.add("held", ask(hf, "hello"), GREEDY)
     pair.step(8)
-    pair.each("hold", True)
-    went_on = len(pair.steady)
+    pair.each("pause", True)
+    went_on = len(pair.incremental)
     pair.step(4)
-    assert len(pair.steady) == went_on
+    assert len(pair.incremental) == went_on
     assert all(engine.steps_under_way == 0 for engine in pair.engines)
-    pair.each("hold", False)
+    pair.each("pause", False)
     pair.drain()
-    assert len(pair.steady) > went_on
+    assert len(pair.incremental) > went_on
 
 
-def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair: Pair, hf: HfReference) -> None:
+def test_a_sequence_that_is_not_finite_ends_alone_in_an_incremental_step(pair: Pair, hf: HfReference) -> None:
     for key in ("bad", "good"):
         pair.add(key, ask(hf, key), GREEDY)
     pair.step(10)

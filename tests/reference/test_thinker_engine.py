@@ -428,7 +428,7 @@ def test_a_repetition_penalty_counts_the_prompt_as_hf_does(engine: Any, hf: HfRe
     assert_equals_hf(run(engine, {"penalised": ask(hf, QUESTIONS[0])}, sampling)["penalised"], expected)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "going on"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "incremental"])
 def test_a_preempted_sequence_gives_each_row_once(
     tiny_checkpoint: Path,
     hf: HfReference,
@@ -440,10 +440,10 @@ def test_a_preempted_sequence_gives_each_row_once(
     sizes = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_tokens": 256}
     with engine_of(tiny_checkpoint, ahead=ahead, **sizes) as small:
         preempted = _count_calls(small._core.scheduler, "_preempt_request", monkeypatch)
-        went_on = _count_calls(small._runner, "go_on", monkeypatch)
+        incremental = _count_calls(small._runner, "launch_incremental", monkeypatch)
         answers = run(small, {text: ask(hf, text) for text in QUESTIONS[1:3]})
         assert preempted
-        assert bool(went_on) == ahead
+        assert bool(incremental) == ahead
         for text, answer in answers.items():
             assert_equals_hf(answer, expected[text])
         assert small.stats() == NOTHING_HELD

@@ -72,7 +72,7 @@ class Talk:
         return self.hf.thinker({**features, "input_ids": ids, "attention_mask": torch.ones_like(ids)}, sampling)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "going on"])
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "incremental"])
 def ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 

@@ -24,7 +24,7 @@ STAYS, LEAVES = "what is the weather like in Paris today?", "a" * 100
 """The later of two with the same priority is preempted."""
 
 
-@pytest.fixture(params=[False, True], ids=["step by step", "going on"])
+@pytest.fixture(params=[False, True], ids=["step by step", "incremental"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Any]:
     sizes = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_tokens": 256}
     with engine_of(tiny_checkpoint, ahead=request.param, **sizes) as made:

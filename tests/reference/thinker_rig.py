@@ -67,7 +67,7 @@ def engine_class() -> Any:
 
 
 def make_engine(
-    checkpoint: Path, *, ahead: bool = False, steady: bool = True, prefix_caching: bool = False, **engine: Any
+    checkpoint: Path, *, ahead: bool = False, incremental: bool = True, prefix_caching: bool = False, **engine: Any
 ) -> Any:
     """On a GPU, scheduling ahead goes with CUDA graphs, and step by step is the plain path."""
     with warnings.catch_warnings():
@@ -75,7 +75,7 @@ def make_engine(
         sizes = {"max_num_seqs": 8, "max_model_len": 1024, "max_num_batched_tokens": 64} | engine
         switches = EngineSettings(**sizes, enforce_eager=not ahead, async_scheduling=ahead)
         settings = ThinkerSettings(
-            dtype="float32", steady_decode=steady, prefix_caching=prefix_caching, engine=switches
+            dtype="float32", steady_decode=incremental, prefix_caching=prefix_caching, engine=switches
         )
         return engine_class()(checkpoint, settings, DEVICE)
 
@@ -94,14 +94,14 @@ class _Ordered:
 
 
 def schedule_ahead_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, *, steady: bool = True, prefix_caching: bool = False
+    monkeypatch: pytest.MonkeyPatch, *, incremental: bool = True, prefix_caching: bool = False
 ) -> None:
     """vLLM schedules ahead on a GPU alone, so the streams it needs are stood in."""
     from vllm.platforms.cpu import CpuPlatform
 
     from triton_omni.vllm_hooks.thinker.prefix_cache import scheduler_name
 
-    scheduler = scheduler_name(ahead=True, steady=steady, prefix_caching=prefix_caching)
+    scheduler = scheduler_name(ahead=True, incremental=incremental, prefix_caching=prefix_caching)
     adjust = CpuPlatform.check_and_update_config
     # It exchanges torch's events for good once it is imported, and must not be undone with what is exchanged here.
     import_module("vllm.v1.worker.cpu.shm")
@@ -119,13 +119,13 @@ def schedule_ahead_on_the_cpu(
 
 @contextmanager
 def engine_of(
-    checkpoint: Path, *, ahead: bool, steady: bool = True, prefix_caching: bool = False, **engine: Any
+    checkpoint: Path, *, ahead: bool, incremental: bool = True, prefix_caching: bool = False, **engine: Any
 ) -> Iterator[Any]:
     """An engine that schedules step by step, a step ahead, or where a step goes on hardly at all; closed at the end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if ahead and DEVICE.type == "cpu":
-            schedule_ahead_on_the_cpu(monkeypatch, steady=steady, prefix_caching=prefix_caching)
-        made = make_engine(checkpoint, ahead=ahead, steady=steady, prefix_caching=prefix_caching, **engine)
+            schedule_ahead_on_the_cpu(monkeypatch, incremental=incremental, prefix_caching=prefix_caching)
+        made = make_engine(checkpoint, ahead=ahead, incremental=incremental, prefix_caching=prefix_caching, **engine)
         assert (made._core.batch_queue is not None) == ahead
         yield made
         made.close()

@@ -82,7 +82,7 @@ SCRIPTS = {
 
 
 @dataclass(frozen=True)
-class Told:
+class PlayedTurn:
     """One turn of a conversation: all that was said, as asked, and the reply."""
 
     chat: Chat
@@ -96,7 +96,7 @@ class Told:
         return self.request.voice
 
 
-def converse(server: Served, name: str, script: Sequence[Turn], salt: str | None) -> list[Told]:
+def converse(server: Served, name: str, script: Sequence[Turn], salt: str | None) -> list[PlayedTurn]:
     """Say all of it, turn by turn, in voices that alternate; the replies are part of later turns."""
     turns, told = [system("Be brief.")], []
     for number, said in enumerate(script):
@@ -104,7 +104,7 @@ def converse(server: Served, name: str, script: Sequence[Turn], salt: str | None
         voice = ("Chelsie", "Ethan")[number % 2]
         chat = Chat(tuple(turns))
         request = chat.request(request_id=f"{name} {number}", voice=voice, cache_salt=salt, **SHORT)
-        told.append(Told(chat, request, server.client.stream(request).collect()))
+        told.append(PlayedTurn(chat, request, server.client.stream(request).collect()))
         turns.append(assistant(told[-1].reply.text))
     return told
 
@@ -120,7 +120,7 @@ def assert_same(server: Served, plain: str, salted: str, replies: tuple[Reply, R
     return held
 
 
-def hits(server: Served, plain: Sequence[Told], salted: Sequence[Told]) -> list[int]:
+def hits(server: Served, plain: Sequence[PlayedTurn], salted: Sequence[PlayedTurn]) -> list[int]:
     """Both conversations are the same; the rows of each turn that the second one's talker had no need of."""
     return [
         assert_same(server, one.request.request_id, other.request.request_id, (one.reply, other.reply))

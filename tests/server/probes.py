@@ -47,9 +47,9 @@ class Disturbance:
 
 SLOW_THINKER, SLOW_TALKER, SLOW_TOKEN2WAV = 910_001, 910_002, 910_003
 CRAWLING_THINKER = 910_004
-SLOW_INTAKE = 910_005
+SLOW_PREPROCESSING = 910_005
 LISTENING_THINKER = 910_006
-INTAKE_S = 2.0
+PREPROCESSING_S = 2.0
 """What preparing a request of that seed takes longer."""
 REGIONS = "/dev/shm/triton_omni_"
 LOCKS_WITHIN = 4096
@@ -244,28 +244,28 @@ def _probe_thinker(recorder: Recorder) -> None:
 
     ProbedThinkerEngine.recorder = recorder
     engine.ThinkerVllmEngine = ProbedThinkerEngine
-    _probe_intake(recorder)
+    _probe_preprocessor(recorder)
 
 
-def _probe_intake(recorder: Recorder) -> None:
+def _probe_preprocessor(recorder: Recorder) -> None:
     from triton_omni.thinker import preprocessing
 
     def is_slow(raw: Any) -> bool:
-        return str(SLOW_INTAKE).encode() in (raw.sampling_parameters or b"")
+        return str(SLOW_PREPROCESSING).encode() in (raw.sampling_parameters or b"")
 
-    class ProbedIntake(preprocessing.Preprocessor):
-        def prepare_at_once(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
-            return None if is_slow(raw) else super().prepare_at_once(raw, accepted_ns, take_timeout)
+    class ProbedPreprocessor(preprocessing.Preprocessor):
+        def preprocess_at_once(self, raw: Any, accepted_ns: int, take_timeout: Any) -> Any:
+            return None if is_slow(raw) else super().preprocess_at_once(raw, accepted_ns, take_timeout)
 
-        def prepare(self, raw: Any, accepted_ns: int, take_timeout: Any, is_wanted: Any = lambda: True) -> Any:
+        def preprocess(self, raw: Any, accepted_ns: int, take_timeout: Any, is_wanted: Any = lambda: True) -> Any:
             def decode_slowly(timeout_s: float) -> None:
                 take_timeout(timeout_s)
                 recorder.write("preparing", "")
-                time.sleep(INTAKE_S)
+                time.sleep(PREPROCESSING_S)
 
-            return super().prepare(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout, is_wanted)
+            return super().preprocess(raw, accepted_ns, decode_slowly if is_slow(raw) else take_timeout, is_wanted)
 
-    preprocessing.Preprocessor = ProbedIntake
+    preprocessing.Preprocessor = ProbedPreprocessor
 
 
 def _probe_talker(recorder: Recorder) -> None:

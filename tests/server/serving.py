@@ -42,7 +42,7 @@ deadline of a request, which would free what was forgotten."""
 EXIT_TIMEOUT_S, STOP_S = 300, 100.0
 """How long a server waits for a request that was leaked before it stops, and what a stop takes at most without one,
 however slow the machine is."""
-STRANGER = "the client called the thinker directly"
+DIRECT_CALL = "the client called the thinker directly"
 """The thinker's log of a session of which the talker has heard nothing for long: it would free what was forgotten."""
 HELD = {"nv_inference_pending_request_count", *(family.name for family in FAMILIES if family.holds)}
 """Metrics that are 0 when no request is open."""
@@ -273,10 +273,10 @@ class Served:
 
     def wait_until_idle(self, seconds: float = NEVER_S) -> None:
         """Nothing is left of any request; the stages publish their figures every 0.1 s."""
-        strangers = self.log().count(STRANGER)
+        direct_calls = self.log().count(DIRECT_CALL)
         time.sleep(0.12)
         wait_for(lambda: not self.held(), self.held, seconds)
-        assert self.log().count(STRANGER) == strangers, "a session was forgotten"
+        assert self.log().count(DIRECT_CALL) == direct_calls, "a session was forgotten"
 
     def post(self, path: str, body: str) -> tuple[int, str]:
         """Status and text of an HTTP answer."""

@@ -23,7 +23,7 @@ from server.conversations import (
     SHORT,
     TALKER,
     THINKER,
-    Told,
+    PlayedTurn,
     assert_same,
     converse,
     hits,
@@ -71,14 +71,14 @@ def test_ten_turns_are_the_same_with_the_caches_and_without_and_the_last_is_hf_s
     assert_last_is_hf_s(server, hf, plain[-1])
 
 
-def assert_last_is_hf_s(server: Served, hf: HfReference, told: Told) -> None:
+def assert_last_is_hf_s(server: Served, hf: HfReference, told: PlayedTurn) -> None:
     expected = hf_reply(hf, told.chat.hf_inputs(hf), told.voice, thinker=THINKER, talker=TALKER)
     assert len(expected.reply.talker.codes) > 2
     check_reply(server, hf, told.request, told.reply, expected)
 
 
 def test_eight_conversations_at_once_do_not_mix(server: Served, hf: HfReference) -> None:
-    def all_at_once(kind: str, salted: bool) -> dict[str, list[Told]]:
+    def all_at_once(kind: str, salted: bool) -> dict[str, list[PlayedTurn]]:
         with ThreadPoolExecutor(len(SCRIPTS)) as pool:
             told = {
                 name: pool.submit(converse, server, f"{kind}: {name}", script, f"{kind}: {name}" if salted else None)

@@ -22,7 +22,7 @@ from gateway_fakes import RunningGateway
 from realtime_client import MANUAL, talk
 from server.probes import (
     CRAWLING_THINKER,
-    SLOW_INTAKE,
+    SLOW_PREPROCESSING,
     SLOW_TALKER,
     SLOW_TOKEN2WAV,
 )
@@ -98,7 +98,7 @@ class Moment:
 
 
 MOMENTS = {
-    "while media are decoded": Moment(SLOW_INTAKE, prepared, LONG, deadline_s=0.3, silent=True),
+    "while media are decoded": Moment(SLOW_PREPROCESSING, prepared, LONG, deadline_s=0.3, silent=True),
     "while it waits for a place": Moment(1, added, LONG, crowd=PLACES, silent=True),
     "in prefill": Moment(CRAWLING_THINKER, added, LONG, LONG_PROMPT, silent=True),
     "while generating": Moment(CRAWLING_THINKER, generating, LONG),

@@ -64,8 +64,8 @@ TOGETHER = 8
 SHARED_MEMORY = Path("/dev/shm")
 CONNECTIONS, ROUNDS = 24, 20
 STANDS_STILL_S = 3.0
-"""Triton's own patience is one second."""
-IMPATIENT = RestartPolicy(silent_after_s=1.5, overdue_after_s=6.0)
+"""Triton itself waits one second."""
+QUICK_RESTART = RestartPolicy(silent_after_s=1.5, overdue_after_s=6.0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Crashing:
 @pytest.fixture(scope="module")
 def crashing(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crashing]:
     """One server for all crashes; its stop shows that none of them is in its way."""
-    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, restart=IMPATIENT) as server:
+    with serve(tmp_path_factory.mktemp("crashes"), tiny_checkpoint, SETTINGS, restart=QUICK_RESTART) as server:
         supervisor = server.supervisor
         table, regions = SHARED_MEMORY / ledger_name(supervisor.pid), supervisor.regions
         assert len(list(table.glob("*-ring"))) == 2

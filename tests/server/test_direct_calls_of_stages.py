@@ -84,7 +84,7 @@ def keep_nothing(stage: str, tensors: Tensors) -> bool:
 
 
 @dataclass
-class Stranger:
+class DirectCaller:
     """Passes on what it likes of a session that it began at the thinker."""
 
     lines: dict[str, Line]
@@ -130,7 +130,7 @@ class Stranger:
 
 
 @contextmanager
-def stranger(server: Served, name: str, **options: Any) -> Iterator[Stranger]:
+def direct_caller(server: Served, name: str, **options: Any) -> Iterator[DirectCaller]:
     """A session that a client begins at the thinker, asking for exactly what the ensemble asks for."""
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel, ExitStack() as stack:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -138,7 +138,7 @@ def stranger(server: Served, name: str, **options: Any) -> Iterator[Stranger]:
         for line in lines.values():
             stack.callback(line.close)
         lines["thinker"].ask(to_grpc(Request(text="hello", seed=1, request_id=name, **options), "thinker"))
-        yield Stranger(lines)
+        yield DirectCaller(lines)
 
 
 def meta_of(tensors: Tensors) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def said(server: Served, name: str) -> Reply:
 
 @pytest.fixture(scope="module")
 def expected(shared_server: Served) -> Reply:
-    return said(shared_server, "before strangers")
+    return said(shared_server, "before direct_callers")
 
 
 def check_same(found: Reply, expected: Reply) -> None:
@@ -177,7 +177,7 @@ def wait_until_nothing_is_held(server: Served) -> None:
 def test_who_does_as_the_ensemble_has_one_reply_and_what_he_repeats_changes_nothing(
     server: Served, expected: Reply
 ) -> None:
-    with stranger(server, "as the ensemble") as found:
+    with direct_caller(server, "as the ensemble") as found:
         found.go_on()
         assert found.text() == expected.text
         given = len(found.lines["token2wav"].given)
@@ -192,7 +192,7 @@ def test_who_does_as_the_ensemble_has_one_reply_and_what_he_repeats_changes_noth
 
 
 def test_what_is_repeated_while_a_session_is_open_changes_nothing(server: Served, expected: Reply) -> None:
-    with stranger(server, "twice") as found:
+    with direct_caller(server, "twice") as found:
 
         def advance() -> bool:
             known = {stage: len(messages) for stage, messages in found.handed.items()}
@@ -220,7 +220,7 @@ FORGED: dict[str, dict[str, Any]] = {
 def test_what_is_forged_for_every_session_that_may_be_open_changes_nothing(
     server: Served, expected: Reply, name: str
 ) -> None:
-    with stranger(server, "forging") as found:
+    with direct_caller(server, "forging") as found:
         meta, hidden = meta_of(found.first()), found.first()["ROWS"][1][1]
         opening = meta if meta["kind"] == "open" else meta_of(found.lines["thinker"].given[1][1])
         fields = {**FORGED[name], **({"session": opening["session"]} if name == "open" else {})}
@@ -257,8 +257,8 @@ def test_as_many_sessions_as_there_may_be_are_over_after_their_deadline(
     server: Served, expected: Reply, name: str
 ) -> None:
     """Their caller keeps messages to himself; then all places are free, and the next reply is whole."""
-    strangers = [stranger(server, f"keeping {number}", timeout=DEADLINE_S) for number in range(ALL)]
-    threads = [threading.Thread(target=_keep, args=(one, KEPT[name])) for one in strangers]
+    direct_callers = [direct_caller(server, f"keeping {number}", timeout=DEADLINE_S) for number in range(ALL)]
+    threads = [threading.Thread(target=_keep, args=(one, KEPT[name])) for one in direct_callers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -274,7 +274,7 @@ def _keep(one: Any, keeps: Callable[[str, Tensors], bool]) -> None:
 
 @pytest.mark.parametrize("change", ["fewer", "more", "wider", "not finite"])
 def test_other_rows_beside_a_true_meta_end_his_own_session_alone(server: Served, expected: Reply, change: str) -> None:
-    with stranger(server, "changing", timeout=DEADLINE_S) as found:
+    with direct_caller(server, "changing", timeout=DEADLINE_S) as found:
 
         def changed(stage: str, tensors: Tensors) -> bool:
             if stage != "talker" or not tensors["ROWS"][2]:

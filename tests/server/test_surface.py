@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from processes import family
-from server.serving import STAGES, STRANGER, Served, wait_for
+from server.serving import DIRECT_CALL, STAGES, Served, wait_for
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request
@@ -100,10 +100,10 @@ TURNED_AWAY = (
 
 
 def test_a_client_that_calls_the_thinker_itself_is_turned_away_at_once(server: Served) -> None:
-    unheard = server.log().count(STRANGER)
+    unheard = server.log().count(DIRECT_CALL)
     assert TURNED_AWAY in called_by_grpc(server)
     assert TURNED_AWAY in called_by_http(server)
-    assert server.log().count(STRANGER) == unheard, "for what it asked, and not for what the talker did not hear"
+    assert server.log().count(DIRECT_CALL) == unheard, "for what it asked, and not for what the talker did not hear"
     assert not server.metrics("omni_sessions")['omni_sessions{stage="thinker"}']
 
 

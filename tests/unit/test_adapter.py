@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_pb_utils import PbUtils, Request, Tensor, TritonError, text_tensor
-from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
+from fakes import HIDDEN, FakePreprocessor, FakeTalkerEngine, FakeThinkerEngine, FakeWaveformEngine, thinker_message
 from session_rig import record
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
 from triton_omni.core.policy_settings import Token2WavPolicy
@@ -334,7 +334,7 @@ def thinker(name, *, later=False):
     stage = ThinkerStage(
         ThinkerSettings(max_sessions=2),
         FakeThinkerEngine(length=3),
-        FakeIntake(later=later),
+        FakePreprocessor(later=later),
         ledger,
         device=torch.device("cpu"),
         hidden_size=HIDDEN,

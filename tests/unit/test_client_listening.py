@@ -73,14 +73,14 @@ class Hints:
     def __call__(self, request: Any, context: Any) -> Iterator[Any]:
         self.arrived.put(request)
         if parameters_of(request).get("prefill_only"):
-            context.add_callback(self._leave)
+            context.add_callback(self._mark_left)
             yield from self.answers.get(timeout=PATIENCE_S)()
         else:
             yield chunk(text="A sea.")
             yield chunk(info=INFO)
             yield final()
 
-    def _leave(self) -> None:
+    def _mark_left(self) -> None:
         self.left.set()
 
     def next(self) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who called the thinker: a stranger is who is not heard of by a talker that is there, for long; nobody else."""
+"""A direct caller of the thinker is one whom a running talker does not hear of for long; nobody else is."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ class Ledger:
         return self.silent
 
 
-def strangers(caller: Caller, ledger: Any, seconds: range, sent: int = 1) -> list[int]:
-    """The seconds at which the caller is taken for a stranger."""
+def judged_direct(caller: Caller, ledger: Any, seconds: range, sent: int = 1) -> list[int]:
+    """The seconds at which the caller is taken for a direct caller."""
     return [at for at in seconds if caller.is_direct(ledger, KEY, sent, (100 + at) * SECOND)]
 
 
-def test_a_session_of_which_the_talker_never_hears_is_a_stranger_s() -> None:
-    assert strangers(Caller(), Ledger(), range(24)) == [21, 22, 23]
+def test_a_session_of_which_the_talker_never_hears_is_a_direct_call() -> None:
+    assert judged_direct(Caller(), Ledger(), range(24)) == [21, 22, 23]
     assert UNHEARD_FOR_S == 20
 
 
 def test_a_session_that_has_reached_the_talker_is_none_however_late_it_did() -> None:
     caller, ledger = Caller(), Ledger()
-    assert strangers(caller, ledger, range(20)) == []
+    assert judged_direct(caller, ledger, range(20)) == []
     ledger.reached = True
-    assert strangers(caller, ledger, range(20, 100)) == []
+    assert judged_direct(caller, ledger, range(20, 100)) == []
 
 
 def test_before_a_message_has_left_nothing_can_be_told() -> None:
-    assert strangers(Caller(), Ledger(), range(60), sent=0) == []
+    assert judged_direct(Caller(), Ledger(), range(60), sent=0) == []
 
 
 def test_a_talker_that_stands_still_is_waited_for() -> None:
     caller, ledger = Caller(), Ledger(silent=30.0)
-    assert strangers(caller, ledger, range(60)) == []
+    assert judged_direct(caller, ledger, range(60)) == []
     ledger.silent = 0.01
-    assert strangers(caller, ledger, range(60, 81)) == []
-    assert strangers(caller, ledger, range(81, 82)) == [81]
+    assert judged_direct(caller, ledger, range(60, 81)) == []
+    assert judged_direct(caller, ledger, range(81, 82)) == [81]
 
 
 def test_the_answer_says_whom_to_ask() -> None:

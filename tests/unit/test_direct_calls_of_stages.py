@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fakes import HIDDEN, FakeIntake, FakeTalkerEngine, FakeThinkerEngine, talker_message, thinker_message
+from fakes import HIDDEN, FakePreprocessor, FakeTalkerEngine, FakeThinkerEngine, talker_message, thinker_message
 from session_rig import finished, let_stages_wait, pass_deadlines, pipeline, record
 from triton_omni.core.errors import BadRequest, Overloaded
 from triton_omni.core.settings import ThinkerSettings
@@ -62,14 +62,14 @@ class Taken:
         pass
 
 
-class Stranger:
+class DirectCaller:
     """A client that asks the thinker for what the ensemble asks, and passes on to the later stages what it likes."""
 
     def __init__(self, p, text="12345"):
         self.stages = {"talker": p.talker, "token2wav": p.token2wav}
         self.from_thinker = Taken()
         self.calls, self.refused = [], []
-        p.thinker.submit(RawRequest(text_input=text.encode(), request_id="stranger"), self.from_thinker)
+        p.thinker.submit(RawRequest(text_input=text.encode(), request_id="direct call"), self.from_thinker)
 
     def pass_on(self, stage, tensors):
         call = Taken()
@@ -119,7 +119,7 @@ def quick(monkeypatch):
     let_stages_wait(monkeypatch, 0.1)
 
 
-class Hurried(FakeIntake):
+class Hurried(FakePreprocessor):
     """Requests have a deadline of half a second, until it is said that they have not."""
 
     def __init__(self):
@@ -129,10 +129,10 @@ class Hurried(FakeIntake):
         self._session["timeout_s"] = 30.0
 
 
-def check_serves(p, intake=None):
+def check_serves(p, preprocessor=None):
     """The next request has its whole reply, and nothing is left."""
-    if intake is not None:
-        intake.hurry_no_more()
+    if preprocessor is not None:
+        preprocessor.hurry_no_more()
     p.wait_until_empty()
     with pytest.MonkeyPatch.context() as patch:
         let_stages_wait(patch)
@@ -169,8 +169,8 @@ def test_a_forged_message_of_an_open_session_changes_nothing(to, name, secret):
     """Who writes it knows all of the session but the secret."""
     with pipeline(thinker=FakeThinkerEngine(length=10)) as p:
         thinker, go = p.engines[0], threading.Event()
-        thinker.held = True
-        hold, thinker.hold = thinker.hold, lambda held: hold(held or not go.is_set())
+        thinker.paused = True
+        pause, thinker.pause = thinker.pause, lambda paused: pause(paused or not go.is_set())
         ensemble = p.ask("12345")
         wait_for(lambda: ensemble.to_token2wav)
         opening = thinker_message(ensemble.to_talker[0])
@@ -211,29 +211,29 @@ def test_a_message_of_a_session_that_is_not_there_is_closed_empty(to, slot):
 # Taken from the thinker, and passed on.
 
 
-def test_a_stranger_that_does_as_the_ensemble_gets_his_own_reply_and_leaves_nothing():
+def test_a_direct_caller_that_does_as_the_ensemble_gets_his_own_reply_and_leaves_nothing():
     with pipeline() as p:
-        stranger = Stranger(p)
-        opening = stranger.be_the_ensemble()
+        caller = DirectCaller(p)
+        opening = caller.be_the_ensemble()
         assert b"".join(answer["text_output"] for answer in opening.given).decode() == WHOLE
-        assert all(call.ended.is_set() for call in stranger.calls)
+        assert all(call.ended.is_set() for call in caller.calls)
         check_serves(p)
 
 
-def of_token2wav(p, stranger):
-    words = record(p.ledgers[0], stranger.key())
+def of_token2wav(p, caller):
+    words = record(p.ledgers[0], caller.key())
     return {name: word for (name, model), word in words.items() if model == "token2wav"}
 
 
 def test_the_thinker_s_messages_are_none_of_the_talker_s():
     with pipeline() as p:
-        stranger = Stranger(p)
-        before = of_token2wav(p, stranger)
+        caller = DirectCaller(p)
+        before = of_token2wav(p, caller)
         for number in range(3):
-            codes = {"CODES": torch.empty(0, dtype=torch.int32), "META": stranger.message(number)["META"]}
+            codes = {"CODES": torch.empty(0, dtype=torch.int32), "META": caller.message(number)["META"]}
             with pytest.raises(Unsealed):
-                stranger.pass_on("token2wav", codes)
-        assert of_token2wav(p, stranger) == before
+                caller.pass_on("token2wav", codes)
+        assert of_token2wav(p, caller) == before
 
 
 SPOILED = {
@@ -256,7 +256,7 @@ def test_a_reply_of_which_a_message_cannot_be_read_ends_at_once(to, spoil):
             spoiled.append(stage)
             return {**tensors, name: SPOILED[spoil](tensors[name])}
 
-        opening = Stranger(p).be_the_ensemble(change=change)
+        opening = DirectCaller(p).be_the_ensemble(change=change)
         assert opening.ended.wait(IN_TIME_S)
         assert spoiled
         assert (opening.error.code, opening.error.stage) == ("internal", to)
@@ -268,7 +268,7 @@ def test_a_reply_of_which_a_message_cannot_be_read_ends_at_once(to, spoil):
 def test_a_message_that_comes_again_changes_nothing(times):
     """Each one, at once and after all later ones; the reply is whole."""
     with pipeline(thinker=FakeThinkerEngine(length=10)) as p:
-        stranger = Stranger(p)
+        caller = DirectCaller(p)
         again = []
 
         def twice(to, tensors):
@@ -278,13 +278,13 @@ def test_a_message_that_comes_again_changes_nothing(times):
         def repeat():
             for to, tensors in list(again):
                 for _ in range(times):
-                    call = stranger.pass_on(to, tensors)
-                    if call is not stranger.calls[0]:
+                    call = caller.pass_on(to, tensors)
+                    if call is not caller.calls[0]:
                         repeats.append(call)
             return False
 
         repeats = []
-        opening = stranger.be_the_ensemble(until=lambda: len(repeats) < 2000 and repeat(), change=twice)
+        opening = caller.be_the_ensemble(until=lambda: len(repeats) < 2000 and repeat(), change=twice)
         text = b"".join(answer["text_output"] for answer in opening.given).decode()
         assert text == WHOLE
         assert opening.error is None
@@ -297,13 +297,13 @@ def test_a_message_that_comes_again_changes_nothing(times):
 @pytest.mark.parametrize("kind", [Kind.OPEN, Kind.DATA, Kind.TEXT])
 def test_what_is_kept_for_later_is_of_no_use_in_the_next_session_of_the_slot(kind):
     with pipeline(settings=ThinkerSettings(max_sessions=1)) as p:
-        stranger = Stranger(p)
-        stranger.be_the_ensemble()
+        caller = DirectCaller(p)
+        caller.be_the_ensemble()
         p.wait_until_empty()
         ensembles = [p.ask("12345")]
-        found = [t for t in stranger.from_thinker.given if thinker_message(t).kind == kind]
+        found = [t for t in caller.from_thinker.given if thinker_message(t).kind == kind]
         for tensors in found:
-            call = stranger.pass_on("talker", tensors)
+            call = caller.pass_on("talker", tensors)
             assert call.ended.wait(IN_TIME_S)
             assert call.given == []
         assert finished(ensembles[0]).text == WHOLE
@@ -331,27 +331,25 @@ def message_of(to, tensors):
 @pytest.mark.parametrize("name", KEPT)
 def test_a_session_of_which_messages_are_kept_is_over_after_its_deadline(name):
     """In every stage, and all that its caller holds is answered; all sessions that there may be at once."""
-    intake = Hurried()
-    with pipeline(intake=intake, settings=ThinkerSettings(max_sessions=2)) as p:
-        strangers = [Stranger(p) for _ in range(2)]
-        threads = [
-            threading.Thread(target=stranger.be_the_ensemble, kwargs={"keeps": KEPT[name]}) for stranger in strangers
-        ]
+    preprocessor = Hurried()
+    with pipeline(preprocessor=preprocessor, settings=ThinkerSettings(max_sessions=2)) as p:
+        callers = [DirectCaller(p) for _ in range(2)]
+        threads = [threading.Thread(target=caller.be_the_ensemble, kwargs={"keeps": KEPT[name]}) for caller in callers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         p.wait_until_empty()
-        wait_for(lambda: all(call.ended.is_set() for stranger in strangers for call in stranger.calls))
+        wait_for(lambda: all(call.ended.is_set() for caller in callers for call in caller.calls))
         wait_for(lambda: not p.thinker._slots.taken)
-        check_serves(p, intake)
+        check_serves(p, preprocessor)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_heartbeat_that_the_talker_holds_is_given_back_after_the_deadline():
-    with pipeline(intake=FakeIntake(held=True)) as p:
-        stranger = Stranger(p)
-        held = stranger.pass_on("talker", stranger.message(0))
+    with pipeline(preprocessor=FakePreprocessor(held=True)) as p:
+        caller = DirectCaller(p)
+        held = caller.pass_on("talker", caller.message(0))
         wait_for(lambda: p.talker._unopened)
         assert not held.ended.is_set()
         pass_deadlines(p)
@@ -362,35 +360,35 @@ def test_a_heartbeat_that_the_talker_holds_is_given_back_after_the_deadline():
 
 def test_who_passes_nothing_on_is_turned_away_long_before_the_deadline(monkeypatch):
     with pipeline(settings=ThinkerSettings(max_sessions=2)) as p:
-        strangers = [Stranger(p) for _ in range(2)]
+        callers = [DirectCaller(p) for _ in range(2)]
         refused = p.ask("12345")
         assert isinstance(finished(refused).error, Overloaded)
         usual = direct_calls.UNHEARD_FOR_S
         monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", 0.2)
-        for stranger in strangers:
-            assert stranger.from_thinker.ended.wait(IN_TIME_S)
-            assert isinstance(stranger.from_thinker.error, BadRequest)
-        monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", usual)  # who is slow is no stranger
+        for caller in callers:
+            assert caller.from_thinker.ended.wait(IN_TIME_S)
+            assert isinstance(caller.from_thinker.error, BadRequest)
+        monkeypatch.setattr(direct_calls, "UNHEARD_FOR_S", usual)  # a slow one is no direct caller
         check_serves(p)
 
 
 def test_who_writes_that_token2wav_is_through_is_waited_for_until_the_deadline_alone():
     """The thinker waits for the talker's end, which has nothing of the session."""
-    with pipeline(intake=Hurried()) as p:
-        stranger = Stranger(p)
-        p.ledgers[2].write(stranger.key(), REACHED)
-        p.ledgers[2].write(stranger.key(), CLOSED)
-        assert stranger.from_thinker.ended.wait(IN_TIME_S)
+    with pipeline(preprocessor=Hurried()) as p:
+        caller = DirectCaller(p)
+        p.ledgers[2].write(caller.key(), REACHED)
+        p.ledgers[2].write(caller.key(), CLOSED)
+        assert caller.from_thinker.ended.wait(IN_TIME_S)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_stage_that_stands_still_for_ever_is_not_waited_for_as_long(monkeypatch):
     monkeypatch.setattr(open_session, "HELD_UP_AT_MOST_S", 0.2)
-    with pipeline(intake=Hurried()) as p:
+    with pipeline(preprocessor=Hurried()) as p:
         monkeypatch.setattr(p.ledgers[0], "silent_for", lambda stage: 100.0)
-        stranger = Stranger(p)
-        stranger.pass_on("talker", stranger.message(0))
-        assert stranger.from_thinker.ended.wait(IN_TIME_S)
+        caller = DirectCaller(p)
+        caller.pass_on("talker", caller.message(0))
+        assert caller.from_thinker.ended.wait(IN_TIME_S)
         wait_for(lambda: not p.thinker._slots.taken)
 
 
@@ -419,12 +417,12 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_other_tensors_beside_a_true_meta_are_refused_and_end_his_own_session_alone(name, monkeypatch):
     with pipeline() as p:
-        stranger, other = Stranger(p), p.ask("12345")
+        caller, other = DirectCaller(p), p.ask("12345")
 
         def is_refused():
-            return any("META tells of" in one or "expected" in one for one in stranger.refused)
+            return any("META tells of" in one or "expected" in one for one in caller.refused)
 
-        stranger.be_the_ensemble(until=is_refused, change=CHANGED[name])
+        caller.be_the_ensemble(until=is_refused, change=CHANGED[name])
         assert is_refused()
         assert finished(other).text == WHOLE
         wait_for(lambda: len(p.thinker._open) < 2, "the other reply's session is open")

@@ -87,10 +87,10 @@ class Connection:
             "headers": [],
             "subprotocols": [],
         }
-        self.socket = WebSocket(scope, self.incoming.get, self._take)
+        self.socket = WebSocket(scope, self.incoming.get, self._record)
         self.told: list[str] = []
 
-    async def _take(self, message: Any) -> None:
+    async def _record(self, message: Any) -> None:
         if message["type"] == "websocket.send":
             self.told.append(json.loads(message["text"])["type"])
 
@@ -125,10 +125,10 @@ class Flooding(Asked):
 class SlowConnection(Connection):
     """A client that takes the first events, then none."""
 
-    async def _take(self, message: Any) -> None:
+    async def _record(self, message: Any) -> None:
         if len(self.told) > 10:
             await asyncio.Event().wait()
-        await super()._take(message)
+        await super()._record(message)
 
 
 async def test_a_client_that_takes_its_reply_slowly_is_still_heard() -> None:

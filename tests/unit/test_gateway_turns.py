@@ -21,7 +21,7 @@ SPEECH = Path(__file__).parents[2] / "docs" / "images" / "reply.wav"
 CHUNK = bytes(2 * CHUNK_SAMPLES)
 
 
-class Told:
+class ScriptedVoice:
     """A voice whose probabilities are given."""
 
     def __init__(self, probabilities: Sequence[float]) -> None:
@@ -35,7 +35,7 @@ class Told:
 
 
 def changes(probabilities: Sequence[float], padding_ms: int = 64, silence_ms: int = 96) -> list[Change]:
-    detector = TurnDetector(Told(probabilities), threshold=0.5, padding_ms=padding_ms, silence_ms=silence_ms)
+    detector = TurnDetector(ScriptedVoice(probabilities), threshold=0.5, padding_ms=padding_ms, silence_ms=silence_ms)
     return list(detector.feed(CHUNK * len(probabilities)))
 
 
@@ -58,7 +58,7 @@ def test_a_moment_in_doubt_is_silence_only_after_silence() -> None:
 
 def test_sound_may_be_cut_anywhere() -> None:
     probabilities = [0, 0.9, 0.9, 0, 0, 0]
-    detector = TurnDetector(Told(probabilities), threshold=0.5, padding_ms=0, silence_ms=96)
+    detector = TurnDetector(ScriptedVoice(probabilities), threshold=0.5, padding_ms=0, silence_ms=96)
     data = CHUNK * len(probabilities)
     found = [change for at in range(0, len(data), 700) for change in detector.feed(data[at : at + 700])]
     assert found == [Started(32), Stopped(6 * 32)]
@@ -66,7 +66,7 @@ def test_sound_may_be_cut_anywhere() -> None:
 
 def test_a_pause_is_told_once_and_a_turn_may_be_ended_there() -> None:
     probabilities = [0.9, 0.9, 0, 0, 0, 0.9, 0, 0, 0, 0]
-    detector = TurnDetector(Told(probabilities), threshold=0.5, padding_ms=0, silence_ms=1000, pause_ms=64)
+    detector = TurnDetector(ScriptedVoice(probabilities), threshold=0.5, padding_ms=0, silence_ms=1000, pause_ms=64)
     found: list[Change] = []
     for change in detector.feed(CHUNK * len(probabilities)):
         found.append(change)

@@ -13,7 +13,7 @@ from hypothesis import given as for_all
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowsMixin, RowTap, Segment, StepRows
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowCollector, HiddenRowsMixin, Segment, StepRows
 from triton_omni.vllm_hooks.thinker.rows import Cut, Piece, RowRelease, StopCut
 
 HIDDEN = 4
@@ -26,46 +26,48 @@ def batch(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def record(tap: RowTap, tokens: dict[str, tuple[int, int]], hidden: Tensor, embeds: Tensor) -> StepRows:
+def record(
+    collector: HiddenRowCollector, tokens: dict[str, tuple[int, int]], hidden: Tensor, embeds: Tensor
+) -> StepRows:
     """One step over `tokens`: of each request its first position and how many."""
     starts, counts = zip(*tokens.values(), strict=True)
     bounds = np.concatenate([[0], np.cumsum(counts)])
-    plan = tap.plan(list(tokens), np.array(starts), bounds)
+    plan = collector.plan(list(tokens), np.array(starts), bounds)
     buffer = embeds.clone()
     taken = plan.take_embeddings(buffer)
     # The model uses the buffer of its inputs for the residual stream.
     buffer.fill_(float("nan"))
-    tap.record(plan, taken, hidden)
-    return tap.steps.pop()
+    collector.record(plan, taken, hidden)
+    return collector.steps.pop()
 
 
 def test_a_row_is_embedding_plus_hidden_and_media_embeddings_count_as_zero() -> None:
-    tap = RowTap()
+    collector = HiddenRowCollector()
     media = np.array([False, True, True, False, False])
-    tap.follow("a", media)
+    collector.follow("a", media)
     embeds, hidden = batch(5)
-    step = record(tap, {"a": (0, 5)}, hidden, embeds)
+    step = record(collector, {"a": (0, 5)}, hidden, embeds)
     torch.testing.assert_close(step.rows, hidden + embeds * torch.tensor(~media).unsqueeze(1))
 
 
 def test_media_positions_are_found_in_every_chunk_of_a_prompt_and_never_in_the_reply() -> None:
-    tap = RowTap()
+    collector = HiddenRowCollector()
     media = np.array([False, False, True, True])
-    tap.follow("a", media)
+    collector.follow("a", media)
     embeds, hidden = batch(3)
-    second = record(tap, {"a": (3, 3)}, hidden, embeds)
+    second = record(collector, {"a": (3, 3)}, hidden, embeds)
     expected = hidden + embeds
     expected[0] = hidden[0]
     torch.testing.assert_close(second.rows, expected)
 
 
 def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None:
-    tap = RowTap()
+    collector = HiddenRowCollector()
     for wanting in ("a", "c"):
-        tap.follow(wanting, np.zeros(8, dtype=bool))
+        collector.follow(wanting, np.zeros(8, dtype=bool))
     embeds, hidden = batch(7)  # one token of padding at the end
     hidden[3, 1] = float("inf")
-    step = record(tap, {"a": (0, 2), "b": (5, 3), "c": (2, 1)}, hidden, embeds)
+    step = record(collector, {"a": (0, 2), "b": (5, 3), "c": (2, 1)}, hidden, embeds)
     pieces = {segment.request_id: Piece.of(step, segment, finite=False) for segment in step.segments}
     assert step.rows is not None
     assert step.rows.shape == (3, HIDDEN)
@@ -77,43 +79,43 @@ def test_only_requests_that_want_rows_are_gathered_but_all_are_flagged() -> None
 
 
 def test_neighbours_behind_one_that_wants_no_rows_have_their_own() -> None:
-    tap = RowTap()
+    collector = HiddenRowCollector()
     for wanting in "acdfg":
-        tap.follow(wanting, np.zeros(8, dtype=bool))
+        collector.follow(wanting, np.zeros(8, dtype=bool))
     embeds, hidden = batch(10)
     tokens = {"a": (0, 2), "b": (5, 1), "c": (1, 2), "d": (4, 1), "e": (0, 1), "f": (0, 2), "g": (3, 1)}
-    step = record(tap, tokens, hidden, embeds)
+    step = record(collector, tokens, hidden, embeds)
     torch.testing.assert_close(step.rows, (hidden + embeds)[[0, 1, 3, 4, 5, 7, 8, 9]])
 
 
 def test_rows_do_not_share_memory_with_the_buffers_of_the_step() -> None:
-    tap = RowTap()
-    tap.follow("a", np.zeros(2, dtype=bool))
+    collector = HiddenRowCollector()
+    collector.follow("a", np.zeros(2, dtype=bool))
     embeds, hidden = batch(2)
-    step = record(tap, {"a": (0, 2)}, hidden, embeds)
+    step = record(collector, {"a": (0, 2)}, hidden, embeds)
     expected = embeds + hidden
     hidden.zero_()
     torch.testing.assert_close(step.rows, expected)
 
 
 def test_a_step_in_which_nobody_wants_rows_gathers_none() -> None:
-    tap = RowTap()
-    tap.follow("a", np.zeros(2, dtype=bool))
-    tap.forget("a")
-    tap.forget("never seen")
+    collector = HiddenRowCollector()
+    collector.follow("a", np.zeros(2, dtype=bool))
+    collector.forget("a")
+    collector.forget("never seen")
     embeds, hidden = batch(2)
-    assert record(tap, {"a": (0, 2)}, hidden, embeds).rows is None
+    assert record(collector, {"a": (0, 2)}, hidden, embeds).rows is None
 
 
 def test_what_is_computed_again_is_not_taken_again() -> None:
-    tap = RowTap()
-    tap.follow("a", np.array([True, False, False, False]))
+    collector = HiddenRowCollector()
+    collector.follow("a", np.array([True, False, False, False]))
     embeds, hidden = batch(8)
-    assert len(record(tap, {"a": (0, 6)}, hidden, embeds).segments) == 1
-    again = record(tap, {"b": (3, 2), "a": (0, 4)}, hidden, embeds)
+    assert len(record(collector, {"a": (0, 6)}, hidden, embeds).segments) == 1
+    again = record(collector, {"b": (3, 2), "a": (0, 4)}, hidden, embeds)
     assert again.rows is None
     assert [segment.request_id for segment in again.segments] == ["b"]
-    last = record(tap, {"a": (4, 3), "b": (5, 1)}, hidden, embeds)
+    last = record(collector, {"a": (4, 3), "b": (5, 1)}, hidden, embeds)
     assert [(segment.start, segment.stop, segment.flag_offset) for segment in last.segments] == [(6, 7, 2), (5, 6, 3)]
     torch.testing.assert_close(last.rows, (hidden + embeds)[2:3])
 
@@ -151,7 +153,7 @@ def test_rows_behind_a_steps_tokens_begin_at_zero_in_every_step(rank: int) -> No
         assert runner._model_forward(inputs_embeds=embeds) is embeds
         assert embeds[:, 0].tolist() == [step, step, 1, 1]
         # Nobody takes what another rank would give.
-        assert len(runner.row_tap.steps) == (0 if rank else step)
+        assert len(runner.row_collector.steps) == (0 if rank else step)
 
 
 def test_a_step_on_token_ids_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import FakeIntake, FakeThinkerEngine
+from fakes import FakePreprocessor, FakeThinkerEngine
 from session_rig import finished, pipeline
 from triton_omni.core.logs import LONGEST_VALUE, PlainFormatter, configure_logging, json_formatter, log_event
 from triton_omni.core.settings import SettingsError
@@ -109,7 +109,7 @@ def test_a_refusal_and_a_deadline_are_told_with_their_code(told):
     with pipeline() as p:
         finished(p.ask("bad"))
         p.wait_until_empty()
-    with pipeline(intake=FakeIntake(timeout_s=0.1)) as p:
+    with pipeline(preprocessor=FakePreprocessor(timeout_s=0.1)) as p:
         p.engines[0].step_s = 0.05
         finished(p.ask("12345"))
         p.wait_until_empty()

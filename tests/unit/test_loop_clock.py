@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from triton_omni.core import metrics
-from triton_omni.core.metrics import LoopClock, SpentOn
+from triton_omni.core.metrics import LoopActivity, LoopClock
 from triton_omni.session.loop import StageLoop
 
 SECOND_NS = 1_000_000_000
@@ -53,7 +53,7 @@ def test_each_moment_counts_for_what_was_done(clock: LoopClock, time: Time) -> N
 
 def test_a_part_of_a_step_counts_for_itself_also_where_it_fails(clock: LoopClock, time: Time) -> None:
     clock.switch("step")
-    with contextlib.suppress(RuntimeError), SpentOn("device"):
+    with contextlib.suppress(RuntimeError), LoopActivity("device"):
         time.now_ns = 2 * SECOND_NS
         raise RuntimeError
     time.now_ns = 5 * SECOND_NS
@@ -63,7 +63,7 @@ def test_a_part_of_a_step_counts_for_itself_also_where_it_fails(clock: LoopClock
 
 def test_other_threads_switch_no_clock(clock: LoopClock, time: Time) -> None:
     def elsewhere() -> None:
-        with SpentOn("device"):
+        with LoopActivity("device"):
             time.now_ns = SECOND_NS
 
     thread = threading.Thread(target=elsewhere)
@@ -85,7 +85,7 @@ class Driven:
 
     def step(self) -> None:
         self._time.now_ns += SECOND_NS
-        with SpentOn("device"):
+        with LoopActivity("device"):
             self._time.now_ns += 2 * SECOND_NS
         self._worked = True
 

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine
+from fakes import FakePreprocessor, FakeThinkerEngine, FakeWaveformEngine
 from session_rig import DEADLINE_PASSED, finished, let_stages_wait, pass_deadlines, pipeline, stand_still
 from triton_omni.core.errors import InternalError, Overloaded
 from triton_omni.core.settings import ThinkerSettings
 from triton_omni.session.ledger import StageFacts
 from triton_omni.session.ledger_table import CLOSED, EPOCH, HELD, PID, wait_while_held
 from triton_omni.session.ledger_view import StageBoard
-from triton_omni.session.stage import REVIVED_AFTER_MS
+from triton_omni.session.stage import RETRY_AFTER_RESTART_MS
 from triton_omni.thinker.open_session import STILL_S
 from waiting import FOREVER_S, IN_TIME_S, wait_for
 
@@ -23,7 +23,7 @@ STAGES = ("thinker", "talker", "token2wav")
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
+def _waiting_stages(monkeypatch):
     """No other way than the one under test ends a session."""
     let_stages_wait(monkeypatch)
 
@@ -66,7 +66,7 @@ def assert_told(ensemble, stage):
     wait_for(lambda: ensemble.reply.error is not None, message="the client was told nothing")
     error = ensemble.reply.error
     assert isinstance(error, InternalError)
-    assert (error.stage, error.retry_after_ms) == (stage, REVIVED_AFTER_MS)
+    assert (error.stage, error.retry_after_ms) == (stage, RETRY_AFTER_RESTART_MS)
     assert error.message.startswith(f"the process of {stage} ended unexpectedly")
 
 
@@ -86,7 +86,7 @@ def test_a_reply_is_failed_by_the_stages_that_are_left_and_kept_by_none(stage):
 
 
 def test_a_request_that_is_being_prepared_when_the_thinker_dies_is_failed_by_the_talker():
-    with watched(intake=FakeIntake(held=True)) as (p, board):
+    with watched(preprocessor=FakePreprocessor(held=True)) as (p, board):
         ensemble = p.ask("12345")
         wait_for(lambda: p.talker._unopened)
         kill(p, board, "thinker")
@@ -96,7 +96,7 @@ def test_a_request_that_is_being_prepared_when_the_thinker_dies_is_failed_by_the
 
 @pytest.mark.parametrize("stage", ["talker", "token2wav"])
 def test_a_request_that_is_being_prepared_when_another_stage_dies_is_failed_by_the_thinker(stage):
-    with watched(intake=FakeIntake(held=True)) as (p, board):
+    with watched(preprocessor=FakePreprocessor(held=True)) as (p, board):
         ensemble = p.ask("12345")
         kill(p, board, stage)
         assert_told(ensemble, stage)
@@ -159,7 +159,7 @@ def test_a_deadline_that_passes_while_a_stage_stands_still_is_told_when_it_goes_
 
 
 def test_a_thinker_that_hangs_when_a_request_comes_is_known_to_keep_it_beyond_its_own_deadline():
-    with watched(intake=FakeIntake(timeout_s=0.2)) as (p, board):
+    with watched(preprocessor=FakePreprocessor(timeout_s=0.2)) as (p, board):
         goes_on = stand_still(p, "thinker")
         ensemble = p.ask("12345")
         wait_for(lambda: board.holds_overdue("thinker"))
@@ -169,20 +169,20 @@ def test_a_thinker_that_hangs_when_a_request_comes_is_known_to_keep_it_beyond_it
 
 
 def test_the_talker_holds_one_heartbeat_of_a_request_until_it_opens():
-    intake = FakeIntake(held=True)
-    with watched(intake=intake, settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
+    preprocessor = FakePreprocessor(held=True)
+    with watched(preprocessor=preprocessor, settings=ThinkerSettings(heartbeat_ms=20)) as (p, _):
         ensemble = p.ask("12345")
         wait_for(lambda: sum(bool(sender.finals) for sender in ensemble.senders[1:]) > 4)
         assert not ensemble.reply.done.is_set(), "heartbeats are given back before the session opens"
         assert len(p.talker._unopened) <= 1
-        intake.goes_on.set()
+        preprocessor.goes_on.set()
         finished(ensemble)
         assert not p.talker._unopened
 
 
 def test_a_refusal_of_a_stage_that_died_meanwhile_is_told_all_the_same():
     """The talker gives the heartbeat back no more for which a refusal waits."""
-    with watched(intake=FakeIntake(later=True)) as (p, board):
+    with watched(preprocessor=FakePreprocessor(later=True)) as (p, board):
         p.talker._loop.stop()
         ensemble = p.ask("bad")
         time.sleep(0.05)
@@ -197,7 +197,7 @@ def test_while_a_stage_is_missing_requests_are_refused_and_served_when_it_is_bac
         board.mark_lost("token2wav")
         error = finished(p.ask("12345")).error
         assert isinstance(error, Overloaded)
-        assert (error.stage, error.retry_after_ms) == ("token2wav", REVIVED_AFTER_MS)
+        assert (error.stage, error.retry_after_ms) == ("token2wav", RETRY_AFTER_RESTART_MS)
         assert p.thinker.stats().sessions == 0
         p.ledgers[2]._register(StageFacts(1))
         assert finished(p.ask("12345")).error is None
@@ -242,7 +242,7 @@ def test_a_stage_whose_engine_failed_says_so_once_its_sessions_know(stage):
 
 
 def test_a_stop_answers_a_refusal_that_still_waits_for_the_talker():
-    with watched(intake=FakeIntake(later=True)) as (p, _):
+    with watched(preprocessor=FakePreprocessor(later=True)) as (p, _):
         p.talker._loop.stop()
         ensemble = p.ask("bad")
         time.sleep(0.05)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import media_samples as samples
-from intakes import intakes
+from preprocessors import preprocessors
 from triton_omni.core.errors import BadRequest, OmniError, TooLarge
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.chat import MediaPart
@@ -185,7 +185,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def make(tiny_checkpoint):
-    with intakes(tiny_checkpoint, Engine) as made:
+    with preprocessors(tiny_checkpoint, Engine) as made:
         yield made
 
 
@@ -208,8 +208,8 @@ class TestPreprocessor:
         ],
     )
     def test_a_medium_that_comes_again_is_not_processed_again(self, make, kinds, options, count):
-        intake, engine = make()
-        first, again = (intake.prepare(asked(*kinds, **options, seed=1, cache_salt="a"), 0) for _ in range(2))
+        preprocessor, engine = make()
+        first, again = (preprocessor.preprocess(asked(*kinds, **options, seed=1, cache_salt="a"), 0) for _ in range(2))
         assert engine.decoded == count
         missed, hit = engine.features()
         assert hit == missed
@@ -222,28 +222,28 @@ class TestPreprocessor:
             assert [np.asarray(at).shape for at in media] == [np.asarray(at).shape for at in decoded]
 
     def test_a_known_medium_and_a_new_one_keep_their_places(self, make):
-        intake, engine = make()
+        preprocessor, engine = make()
         other = samples.image_file("png", 56, 84, seed=3)
-        intake.prepare(asked("image", cache_salt="a"), 0)
-        intake.prepare(asked("image", "image", media=(other, PHOTO), cache_salt="a"), 0)
-        intake.prepare(asked("image", "image", media=(other, PHOTO)), 0)
+        preprocessor.preprocess(asked("image", cache_salt="a"), 0)
+        preprocessor.preprocess(asked("image", "image", media=(other, PHOTO), cache_salt="a"), 0)
+        preprocessor.preprocess(asked("image", "image", media=(other, PHOTO)), 0)
         alone, mixed, plain = engine.features()
         assert mixed == plain
         assert mixed["image"][1] == alone["image"][0]
         assert engine.decoded == 1 + 1 + 2
 
     def test_a_sound_in_pieces_shares_its_start_with_a_longer_one_and_nothing_with_a_whole_one(self, make):
-        intake, engine = make()
+        preprocessor, engine = make()
         sounds = [samples.audio_file("wav", seconds=seconds) for seconds in (2.02, 4.5, 4.5)]
         for sound, new in zip(sounds, (1, 2, 0), strict=True):
             before = engine.decoded
-            intake.prepare(asked("audio", media=[sound], audio_in_pieces=True, cache_salt="a"), 0)
+            preprocessor.preprocess(asked("audio", media=[sound], audio_in_pieces=True, cache_salt="a"), 0)
             assert engine.decoded - before == new
         one, three, again = ([slot.identifier for slot in prompt.features["audio"]] for prompt in engine.prompts)
         assert (three[:1], again) == (one, three)
         assert len(set(three)) == 3
         assert None not in three
-        intake.prepare(asked("audio", media=sounds[2:], cache_salt="a"), 0)
+        preprocessor.preprocess(asked("audio", media=sounds[2:], cache_salt="a"), 0)
         (whole,) = engine.prompts[-1].features["audio"]
         assert engine.decoded == 4
         assert whole.identifier not in three
@@ -251,11 +251,13 @@ class TestPreprocessor:
     def test_of_a_sound_that_is_still_spoken_its_pieces_alone_are_kept(self, make):
         held = []
         for prefill_only in (True, False):
-            intake, _ = make(prefix_caching=True)
+            preprocessor, _ = make(prefix_caching=True)
             sound = samples.audio_file("wav", seconds=4.5)
             options = {"audio_in_pieces": True, "prefill_only": prefill_only, "cache_salt": "a"}
-            intake.prepare(asked("audio", "image", media=[sound, PHOTO], **options), 0)
-            held.append(next(metric.value for metric in intake.metrics() if metric.name == "omni_media_cache_bytes"))
+            preprocessor.preprocess(asked("audio", "image", media=[sound, PHOTO], **options), 0)
+            held.append(
+                next(metric.value for metric in preprocessor.metrics() if metric.name == "omni_media_cache_bytes")
+            )
         assert held == [4 * (1000 + ENTRY_BYTES), 4 * (1000 + ENTRY_BYTES) + 3 * 1000 + ENTRY_BYTES]
 
     @pytest.mark.parametrize(
@@ -270,16 +272,16 @@ class TestPreprocessor:
         ],
     )
     def test_a_caller_shares_with_its_own_salt_alone(self, make, salts, settings, decoded):
-        intake, engine = make(**settings)
+        preprocessor, engine = make(**settings)
         for salt in salts:
-            intake.prepare(asked("image", cache_salt=salt), 0)
+            preprocessor.preprocess(asked("image", cache_salt=salt), 0)
         assert engine.decoded == decoded
 
     @pytest.mark.parametrize("settings", [{}, {"media_cache_bytes": 0}], ids=["kept", "off"])
     def test_media_of_one_caller_have_equal_identifiers_and_others_none(self, make, settings):
-        intake, engine = make(**settings)
+        preprocessor, engine = make(**settings)
         for salt in ("a", "a", "b", None):
-            intake.prepare(asked("image", "video", use_audio_in_video=True, cache_salt=salt), 0)
+            preprocessor.preprocess(asked("image", "video", use_audio_in_video=True, cache_salt=salt), 0)
         one, again, other, plain = (
             [slot.identifier for kind in ("image", "audio", "video") for slot in prompt.features[kind]]
             for prompt in engine.prompts
@@ -290,9 +292,9 @@ class TestPreprocessor:
 
     @pytest.mark.parametrize("options", [{"fps": 4}, {"max_frames": 2}, {"max_pixels": 128 * 28 * 28}], ids=str)
     def test_options_that_shape_a_video_make_it_another(self, make, options):
-        intake, engine = make()
+        preprocessor, engine = make()
         for given in ({}, options, {}, options):
-            intake.prepare(asked("video", mm_processor_kwargs=given, cache_salt="a"), 0)
+            preprocessor.preprocess(asked("video", mm_processor_kwargs=given, cache_salt="a"), 0)
         assert engine.decoded == 2
         plain, shaped, *again = engine.features()
         assert again == [plain, shaped]
@@ -303,18 +305,18 @@ class TestPreprocessor:
         ids=["cut jpeg", "damaged flac", "cut mp4", "a sound as an image"],
     )
     def test_a_damaged_medium_is_refused_alike_each_time_and_never_kept(self, make, kind, data):
-        intake, engine = make()
+        preprocessor, engine = make()
         told = []
         for salt in ("a", "a", None):
             with pytest.raises(BadRequest) as refused:
-                intake.prepare(asked("image", kind, media=(PHOTO, data), cache_salt=salt), 0)
+                preprocessor.preprocess(asked("image", kind, media=(PHOTO, data), cache_salt=salt), 0)
             told.append(refused.value.to_text())
         assert len(set(told)) == 1
         assert "medium 1" in told[0]
-        assert (intake._cache.held_bytes, engine.prompts) == (0, [])
+        assert (preprocessor._cache.held_bytes, engine.prompts) == (0, [])
 
     def test_nothing_is_kept_of_a_prompt_that_the_engine_refuses(self, make, monkeypatch):
-        intake, engine = make()
+        preprocessor, engine = make()
 
         def refuse(*_, **__):
             raise TooLarge("the prompt is too long")
@@ -323,20 +325,20 @@ class TestPreprocessor:
             patch.setattr(engine, "prepare", refuse)
             for _ in range(2):
                 with pytest.raises(OmniError, match="too long"):
-                    intake.prepare(asked("image", cache_salt="a"), 0)
-        assert intake._cache.held_bytes == 0
+                    preprocessor.preprocess(asked("image", cache_salt="a"), 0)
+        assert preprocessor._cache.held_bytes == 0
 
     def test_requests_at_once_get_what_each_would_alone(self, make):
-        intake, _ = make(media_cache_bytes=2 * (ENTRY_BYTES + 1000))
+        preprocessor, _ = make(media_cache_bytes=2 * (ENTRY_BYTES + 1000))
         photos = [samples.image_file("png", 84, 56, seed=seed) for seed in range(3)]
         requests = [asked("image", media=(photos[n % 3],), cache_salt="ab"[n % 2]) for n in range(24)]
-        alone = [intake.prepare(asked("image", media=(photo,)), 0).placed.engine_input for photo in photos]
+        alone = [preprocessor.preprocess(asked("image", media=(photo,)), 0).placed.engine_input for photo in photos]
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda request: intake.prepare(request, 0), requests))
-        for number, prepared in enumerate(found):
-            (slot,) = prepared.placed.engine_input.features["image"]
+            found = list(pool.map(lambda request: preprocessor.preprocess(request, 0), requests))
+        for number, preprocessed in enumerate(found):
+            (slot,) = preprocessed.placed.engine_input.features["image"]
             assert slot.item == alone[number % 3].features["image"][0].item
-        assert intake._cache.held_bytes <= 2 * (ENTRY_BYTES + 1000)
+        assert preprocessor._cache.held_bytes <= 2 * (ENTRY_BYTES + 1000)
 
 
 def test_the_outline_of_a_picture_is_of_the_decoded_size():

@@ -168,15 +168,15 @@ def test_a_daemon_that_does_not_quit_is_killed_with_its_servers(
     record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MPS_BEHAVIOUR", "deaf")
-    tell = mps._tell
+    send = mps._send_command
 
-    def tell_and_wait_little(program: str, env: Mapping[str, str], command: str) -> bool:
-        took = tell(program, env, command)
+    def send_and_wait_little(program: str, env: Mapping[str, str], command: str) -> bool:
+        took = send(program, env, command)
         if command == "quit":
             monkeypatch.setattr(mps, "_ENDS_WITHIN_S", 0.3)
         return took
 
-    monkeypatch.setattr(mps, "_tell", tell_and_wait_little)
+    monkeypatch.setattr(mps, "_send_command", send_and_wait_little)
     with mps_daemon(os.environ):
         assert is_running(record.daemon())
     assert record.events()[-1] == "quit"

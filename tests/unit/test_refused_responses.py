@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fakes import FakeIntake, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
+from fakes import FakePreprocessor, FakeThinkerEngine, FakeWaveformEngine, talker_message, thinker_message
 from session_rig import finished, let_stages_wait, pipeline
 from triton_omni.core.errors import InternalError
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
@@ -24,7 +24,7 @@ SENDERS = {"talker": "thinker", "token2wav": "talker", "client": "token2wav"}
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch):
+def _waiting_stages(monkeypatch):
     """No error is answered because another stage did not stop for long."""
     let_stages_wait(monkeypatch)
 
@@ -86,7 +86,7 @@ class EngineThatTakesNothing(FakeThinkerEngine):
 )
 @pytest.mark.parametrize("transit_s", [0.0, 0.02])
 def test_a_refused_response_to_the_client_ends_its_stream_with_an_error(matches, audio_format, transit_s):
-    with pipeline(intake=FakeIntake(session={"audio_format": audio_format})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"audio_format": audio_format})) as p:
         error = failed(p, Refusal("client", matches), transit_s=transit_s)
         assert error.to_text() == refused_error("token2wav").to_text()
 
@@ -108,13 +108,13 @@ def test_the_refusal_of_the_last_sound_is_seen_although_the_reply_is_over():
 
 
 def test_the_header_of_an_empty_wav_is_a_part_of_the_reply():
-    intake = FakeIntake(session={"audio_format": "wav"})
-    with pipeline(intake=intake, thinker=FakeThinkerEngine(length=1)) as p:
+    preprocessor = FakePreprocessor(session={"audio_format": "wav"})
+    with pipeline(preprocessor=preprocessor, thinker=FakeThinkerEngine(length=1)) as p:
         failed(p, Refusal("client", lambda answer: answer["audio_base64"]))
 
 
 def test_a_refused_text_of_a_reply_without_sound_ends_it_with_an_error():
-    with pipeline(intake=FakeIntake(session={"want_audio": False})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"want_audio": False})) as p:
         failed(p, Refusal("client", lambda answer: answer["text_output"]))
 
 
@@ -171,7 +171,7 @@ def test_a_refused_message_ends_the_session_with_an_error(to, matches, transit_s
 @pytest.mark.parametrize("to", MESSAGES)
 @pytest.mark.parametrize("want_audio", [True, False])
 def test_a_refused_last_message_ends_the_session_at_once_and_not_at_its_deadline(to, want_audio):
-    with pipeline(intake=FakeIntake(session={"want_audio": want_audio})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"want_audio": want_audio})) as p:
         error = failed(p, Refusal(to, lambda message: message.last))
         assert error.to_text() == refused_error(SENDERS[to]).to_text()
 
@@ -183,8 +183,8 @@ def test_a_refused_last_message_ends_the_session_at_once_and_not_at_its_deadline
 def test_a_client_whose_session_could_not_be_opened_is_told(to, lasting, later, transit_s):
     """Nobody later holds a request through which an error could reach it."""
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
-    intake = FakeIntake(delay_s=0.05 if later else 0.0)
-    with pipeline(intake=intake, settings=settings) as p:
+    preprocessor = FakePreprocessor(delay_s=0.05 if later else 0.0)
+    with pipeline(preprocessor=preprocessor, settings=settings) as p:
         refusal = Refusal(to, lambda message: message.kind == Kind.OPEN, lasting=lasting)
         error = failed(p, refusal, transit_s=transit_s)
         assert error.to_text() == refused_error(SENDERS[to]).to_text()
@@ -205,8 +205,8 @@ def test_a_session_of_which_no_message_is_taken_any_more_still_ends_with_an_erro
 @pytest.mark.parametrize("sends_after_s", [None, 0.02])
 def test_a_session_that_could_not_be_opened_and_fails_by_itself_meanwhile_is_told(to, want_audio, sends_after_s):
     """Its error is on its way to where nobody has heard of it."""
-    engine, intake = EngineThatTakesNothing(), FakeIntake(session={"want_audio": want_audio})
-    with pipeline(thinker=engine, intake=intake) as p:
+    engine, preprocessor = EngineThatTakesNothing(), FakePreprocessor(session={"want_audio": want_audio})
+    with pipeline(thinker=engine, preprocessor=preprocessor) as p:
         refusal = Refusal(to, lambda message: message.kind == Kind.OPEN)
         reply = finished(p.ask(refuses=refusal, transit_s=0.02, sends_after_s=sends_after_s))
         assert refusal.count == 1
@@ -216,8 +216,8 @@ def test_a_session_that_could_not_be_opened_and_fails_by_itself_meanwhile_is_tol
 
 def test_a_session_that_the_talker_refuses_and_could_not_open_is_told():
     limits = TalkerSettings(max_codes=100)
-    intake = FakeIntake(session={"talker": Sampling(max_tokens=4096, min_tokens=101)})
-    with pipeline(intake=intake, talker_settings=limits) as p:
+    preprocessor = FakePreprocessor(session={"talker": Sampling(max_tokens=4096, min_tokens=101)})
+    with pipeline(preprocessor=preprocessor, talker_settings=limits) as p:
         reply = finished(p.ask(refuses=Refusal("token2wav", lambda message: message.kind == Kind.OPEN)))
         assert reply.error.to_text() == refused_error("talker").to_text()
         p.wait_until_empty()
@@ -261,10 +261,10 @@ def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stag
     assert not any(said[:-1])
 
 
-def test_a_client_is_no_stranger_because_heartbeats_were_refused(monkeypatch):
+def test_a_client_is_no_direct_caller_because_heartbeats_were_refused(monkeypatch):
     monkeypatch.setattr("triton_omni.thinker.direct_calls.UNHEARD_FOR_S", 0.05)
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
-    with pipeline(intake=FakeIntake(delay_s=0.3), settings=settings) as p:
+    with pipeline(preprocessor=FakePreprocessor(delay_s=0.3), settings=settings) as p:
         begun = time.monotonic()
         reply = finished(p.ask(refuses=lambda to, tensors: to == "talker" and time.monotonic() - begun < 0.25))
         assert reply.error is None
@@ -273,7 +273,7 @@ def test_a_client_is_no_stranger_because_heartbeats_were_refused(monkeypatch):
 
 def test_a_refused_heartbeat_harms_nobody():
     settings, refusal = ThinkerSettings(max_sessions=8, heartbeat_ms=10), Refusal("talker", lambda message: True)
-    with pipeline(intake=FakeIntake(delay_s=0.05), settings=settings) as p:
+    with pipeline(preprocessor=FakePreprocessor(delay_s=0.05), settings=settings) as p:
         assert finished(p.ask(refuses=refusal)).error is None
         assert refusal.count == 1
         p.wait_until_empty()
@@ -281,7 +281,7 @@ def test_a_refused_heartbeat_harms_nobody():
 
 def test_a_refusal_behind_a_refused_heartbeat_waits_for_those_alone_that_left():
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
-    with pipeline(intake=FakeIntake(delay_s=0.05), settings=settings) as p:
+    with pipeline(preprocessor=FakePreprocessor(delay_s=0.05), settings=settings) as p:
         reply = finished(p.ask("bad", refuses=Refusal("talker", lambda message: True)))
         assert reply.error.message == "text_input: is bad"
         p.wait_until_empty()

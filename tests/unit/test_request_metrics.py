@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fake_pb_utils import PbUtils, Request, text_tensor
-from fakes import FakeIntake, FakeTalkerEngine, FakeThinkerEngine
+from fakes import FakePreprocessor, FakeTalkerEngine, FakeThinkerEngine
 from session_rig import finished, pipeline
 from triton_omni.core import metrics
 from triton_omni.core.settings import ThinkerSettings
@@ -96,10 +96,12 @@ def test_a_mix_of_all_endings_is_counted_once_each():
 
 
 def test_a_deadline_that_passes_is_timed_out_in_every_phase():
-    with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(held=True, timeout_s=0.1)) as p:
+    with pipeline(
+        settings=ThinkerSettings(max_sessions=4), preprocessor=FakePreprocessor(held=True, timeout_s=0.1)
+    ) as p:
         finished(p.ask("12345"))
         assert settled(p) == {"timed_out": 1}
-    with pipeline(settings=ThinkerSettings(max_sessions=4), intake=FakeIntake(timeout_s=0.1)) as p:
+    with pipeline(settings=ThinkerSettings(max_sessions=4), preprocessor=FakePreprocessor(timeout_s=0.1)) as p:
         p.engines[0].step_s = 0.05
         finished(p.ask("12345"))
         assert settled(p) == {"timed_out": 1}

@@ -12,7 +12,7 @@ import torch
 import session_rig
 from fakes import (
     HIDDEN,
-    FakeIntake,
+    FakePreprocessor,
     FakeTalkerEngine,
     FakeThinkerEngine,
     FakeWaveformEngine,
@@ -122,7 +122,7 @@ def test_what_was_begun_before_a_claim_is_taken_during_it(monkeypatch):
         wait_for(lambda: p.engines[1].steps > 0)
         for ledger in p.ledgers[:2]:
             monkeypatch.setattr(ledger, "device_claimed", lambda: True)
-        wait_for(lambda: thinker.held and p.engines[1].held)
+        wait_for(lambda: thinker.paused and p.engines[1].paused)
         steps = thinker.steps
         # One is under way: it is taken, and no other follows.
         monkeypatch.setattr(thinker, "has_work", lambda: thinker.steps == steps)
@@ -140,8 +140,8 @@ def test_the_thinker_rests_while_the_first_window_is_on_its_way():
     waveform.window = 5
     with pipeline(thinker=thinker, talker=talker, waveform=waveform) as p:
         rested = []
-        hold, writes, speaks = thinker.hold, thinker.has_work, talker.has_work
-        thinker.hold = lambda held: (rested.append(thinker.steps) if held else None, hold(held))
+        pause, writes, speaks = thinker.pause, thinker.has_work, talker.has_work
+        thinker.pause = lambda paused: (rested.append(thinker.steps) if paused else None, pause(paused))
         # It writes once token2wav has said what the window takes, and the codes come once it has rested.
         thinker.has_work = lambda: writes() and wanted(p) is not None
         talker.has_work = lambda: speaks() and bool(rested)
@@ -224,7 +224,7 @@ def test_info_tells_reasons_counts_seed_and_times():
 
 def test_info_tells_what_the_prompt_is_made_of():
     media = MediaTokens(audio=1, image=2, video=3)
-    with pipeline(intake=FakeIntake(session={"media_tokens": media})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"media_tokens": media})) as p:
         usage = json.loads(finished(p.ask("1234567")).info)["usage"]
     assert usage["prompt_tokens_details"] == {
         "text_tokens": 1,
@@ -242,7 +242,7 @@ def test_info_tells_which_stop_string_ended_the_reply():
 
 
 def test_a_requests_priority_reaches_both_engines():
-    with pipeline(intake=FakeIntake(session={"priority": -7})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"priority": -7})) as p:
         finished(p.ask("12345"))
         assert [engine.priorities for engine in p.engines[:2]] == [[-7], [-7]]
 
@@ -403,7 +403,9 @@ NAMES = PrefixKeys(2, (b"1", b"2"))
 @pytest.mark.parametrize("cached", [0, 2, 4, 5])
 def test_rows_begin_where_the_talker_s_cache_ends(cached):
     talker = FakeTalkerEngine(cached=cached)
-    with pipeline(intake=FakeIntake(prefixes=NAMES), thinker=FakeThinkerEngine(length=12), talker=talker) as p:
+    with pipeline(
+        preprocessor=FakePreprocessor(prefixes=NAMES), thinker=FakeThinkerEngine(length=12), talker=talker
+    ) as p:
         ensemble = p.ask("12345")
         reply = finished(ensemble)
         p.wait_until_empty()
@@ -420,7 +422,7 @@ def test_rows_begin_where_the_talker_s_cache_ends(cached):
 @pytest.mark.parametrize("names", [None, NAMES])
 @pytest.mark.parametrize("want_audio", [True, False])
 def test_names_travel_with_spoken_requests_that_have_some(names, want_audio):
-    with pipeline(intake=FakeIntake(prefixes=names, session={"want_audio": want_audio})) as p:
+    with pipeline(preprocessor=FakePreprocessor(prefixes=names, session={"want_audio": want_audio})) as p:
         ensemble = p.ask("12345")
         finished(ensemble)
         p.wait_until_empty()
@@ -438,7 +440,7 @@ def test_text_does_not_wait_for_the_talker_s_word_and_rows_do():
         return open_sequence(*arguments, **named)
 
     talker.open = open_late
-    with pipeline(intake=FakeIntake(prefixes=NAMES), thinker=thinker, talker=talker) as p:
+    with pipeline(preprocessor=FakePreprocessor(prefixes=NAMES), thinker=thinker, talker=talker) as p:
         ensemble = p.ask("12345")
         wait_for(lambda: any(thinker_message(tensors).text for tensors in list(ensemble.to_talker)))
         wait_for(lambda: not thinker.open_keys)
@@ -453,8 +455,8 @@ def test_text_does_not_wait_for_the_talker_s_word_and_rows_do():
 @pytest.mark.parametrize("cached", [0, 4])
 def test_a_prompt_alone_goes_through_thinker_and_talker_and_says_nothing(want_audio, cached):
     thinker, talker, waveform = FakeThinkerEngine(length=2), FakeTalkerEngine(cached=cached), FakeWaveformEngine()
-    intake = FakeIntake(prefixes=NAMES, session={"want_audio": want_audio, "prefill_only": True})
-    with pipeline(intake=intake, thinker=thinker, talker=talker, waveform=waveform) as p:
+    preprocessor = FakePreprocessor(prefixes=NAMES, session={"want_audio": want_audio, "prefill_only": True})
+    with pipeline(preprocessor=preprocessor, thinker=thinker, talker=talker, waveform=waveform) as p:
         reply = finished(p.ask("12345"))
         p.wait_until_empty()
     assert (reply.text, len(reply.samples), waveform.steps) == ("", 0, 0)
@@ -469,8 +471,8 @@ def test_a_prompt_alone_goes_through_thinker_and_talker_and_says_nothing(want_au
 def test_the_thinker_pauses_for_no_prompt_alone(want_audio):
     thinker = FakeThinkerEngine(length=10**6)
     thinker.step_s = 0.01
-    intake = FakeIntake(session={"want_audio": want_audio, "prefill_only": True})
-    with pipeline(intake=intake, thinker=thinker) as p:
+    preprocessor = FakePreprocessor(session={"want_audio": want_audio, "prefill_only": True})
+    with pipeline(preprocessor=preprocessor, thinker=thinker) as p:
         ensemble = p.ask("12345")
         wait_for(lambda: thinker.open_keys)
         (session,) = p.thinker._open.values()
@@ -494,7 +496,9 @@ def test_audio_leaves_before_the_thinker_has_finished():
 
 def test_speech_that_must_be_longer_than_the_talker_can_hold_is_refused():
     talker = Sampling(max_tokens=4096, min_tokens=101)
-    with pipeline(intake=FakeIntake(session={"talker": talker}), talker_settings=TalkerSettings(max_codes=100)) as p:
+    with pipeline(
+        preprocessor=FakePreprocessor(session={"talker": talker}), talker_settings=TalkerSettings(max_codes=100)
+    ) as p:
         reply = finished(p.ask("12345"))
         assert "talker.min_tokens: 101 is over the 100 codes" in reply.error.message
         assert reply.error.code == "too_large"
@@ -502,7 +506,7 @@ def test_speech_that_must_be_longer_than_the_talker_can_hold_is_refused():
 
 
 def test_text_only_request_makes_no_row_no_code_and_no_talker_sequence():
-    with pipeline(intake=FakeIntake(session={"want_audio": False})) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"want_audio": False})) as p:
         ensemble = p.ask()
         reply = finished(ensemble)
         assert reply.text.endswith("w9 ")
@@ -582,7 +586,7 @@ def test_long_prompt_is_split_into_messages_of_bounded_size():
 
 @pytest.mark.parametrize("later", [False, True])
 def test_refusal_before_open_reaches_the_client_and_frees_the_slot(later):
-    with pipeline(intake=FakeIntake(later=later)) as p:
+    with pipeline(preprocessor=FakePreprocessor(later=later)) as p:
         ensemble = p.ask("bad")
         reply = finished(ensemble)
         assert reply.error.to_text() == "text_input: is bad [omni:bad_request;stage=thinker]"
@@ -613,7 +617,7 @@ def test_the_talker_has_a_request_of_each_session_before_the_engine_does(later, 
         add(*args, **kwargs)
 
     engine.add_sequence = add
-    with pipeline(thinker=engine, intake=FakeIntake(later=later)) as p:
+    with pipeline(thinker=engine, preprocessor=FakePreprocessor(later=later)) as p:
         ensemble = p.ask("12345")
         asked.set()
         assert finished(ensemble).error is None
@@ -637,7 +641,7 @@ def test_what_the_engine_refuses_of_an_open_session_reaches_the_client_through_i
 
 def test_refusal_after_heartbeats_waits_until_they_are_given_back():
     settings = ThinkerSettings(max_sessions=8, heartbeat_ms=10)
-    with pipeline(settings=settings, intake=FakeIntake(delay_s=0.115)) as p:
+    with pipeline(settings=settings, preprocessor=FakePreprocessor(delay_s=0.115)) as p:
         ensemble = p.ask("bad", transit_s=0.05)
         reply = finished(ensemble)
         assert reply.error.to_text() == "text_input: is bad [omni:bad_request;stage=thinker]"
@@ -668,10 +672,10 @@ def finished_after_reset(p, engine):
 def test_cancel_ends_all_stages_and_leaves_nothing(moment):
     thinker, talker = FakeThinkerEngine(length=10**9), FakeTalkerEngine()
     thinker.step_s = 0.001
-    intake = FakeIntake(held=moment == "preparing")
+    preprocessor = FakePreprocessor(held=moment == "preparing")
     if moment == "after the thinker's end":
         thinker.length, talker.step_s = 20, 0.2
-    with pipeline(thinker=thinker, talker=talker, intake=intake) as p:
+    with pipeline(thinker=thinker, talker=talker, preprocessor=preprocessor) as p:
         ensemble = p.ask()
         if moment == "generating":
             wait_for(lambda: len(ensemble.reply.samples) > 4)
@@ -737,7 +741,7 @@ def test_dead_engine_fails_open_and_later_sessions(stage):
 def test_deadline_ends_the_session_with_a_timeout():
     engine = FakeThinkerEngine(length=10**9)
     engine.step_s = 0.001
-    with pipeline(thinker=engine, intake=FakeIntake(timeout_s=0.15)) as p:
+    with pipeline(thinker=engine, preprocessor=FakePreprocessor(timeout_s=0.15)) as p:
         reply = finished(p.ask())
         assert reply.error.to_text() == "timeout: 0.15 s have passed [omni:timeout;stage=thinker]"
         p.wait_until_empty()
@@ -814,7 +818,7 @@ def test_meta_of_another_protocol_version_is_refused():
 def test_encoded_audio_is_the_same_samples_also_where_its_texts_are_joined(audio_format):
     waveform = FakeWaveformEngine()
     waveform.at_once = 4  # so that no delay of another thread makes one response of it all
-    with pipeline(intake=FakeIntake(session={"audio_format": audio_format}), waveform=waveform) as p:
+    with pipeline(preprocessor=FakePreprocessor(session={"audio_format": audio_format}), waveform=waveform) as p:
         reply = finished(p.ask("12345"))
         texts = [r["audio_base64"] for r in reply.responses if r["audio_base64"]]
         assert len(texts) > 1
@@ -866,14 +870,14 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
 
 def relayed(*messages):
     """What a relay answered of messages with these sequence numbers and texts."""
-    sender = RecordingOutlet()
+    sender = RecordingSender()
     relay = TextRelay(sender, lambda: None)
     for sequence, text in messages:
         relay.forward(TalkerMessage(key=SessionKey(0, 1), kind=Kind.TEXT, sequence=sequence, text=text))
     return sender.texts, relay
 
 
-class RecordingOutlet:
+class RecordingSender:
     def __init__(self):
         self.texts = []
 
@@ -1004,18 +1008,18 @@ def test_sequence_has_the_place_of_one_whose_client_went_during_the_last_step(st
 
 
 def test_request_cancelled_before_its_turn_is_not_prepared():
-    prepared, seen = [], threading.Event()
+    preprocessed, seen = [], threading.Event()
 
-    class Intake(FakeIntake):
-        def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
-            prepared.append(raw.text_input)
+    class RequestPreprocessor(FakePreprocessor):
+        def preprocess(self, raw, accepted_ns, take_timeout, is_wanted=None):
+            preprocessed.append(raw.text_input)
             assert seen.wait(IN_TIME_S)
-            return super().prepare(raw, accepted_ns, take_timeout)
+            return super().preprocess(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
-    with pipeline(intake=Intake(delay_s=0.01), settings=settings) as p:
+    with pipeline(preprocessor=RequestPreprocessor(delay_s=0.01), settings=settings) as p:
         first, second = p.ask("first"), p.ask("second")
-        wait_for(lambda: prepared and any(one.raw for one in p.thinker._open.values()))
+        wait_for(lambda: preprocessed and any(one.raw for one in p.thinker._open.values()))
         (waiting,) = [one for one in p.thinker._open.values() if one.raw]
         second.cancelled = True
         wait_for(lambda: waiting.raw is None)
@@ -1023,20 +1027,20 @@ def test_request_cancelled_before_its_turn_is_not_prepared():
         finished(second)
         assert finished(first).error is None
         assert finished(p.ask("third")).error is None
-        assert prepared == [b"first", b"third"]
+        assert preprocessed == [b"first", b"third"]
 
 
 def test_a_deadline_passes_while_a_request_is_prepared():
     is_still_wanted = []
 
-    class Intake(FakeIntake):
-        def prepare(self, raw, accepted_ns, take_timeout, is_wanted=None):
+    class RequestPreprocessor(FakePreprocessor):
+        def preprocess(self, raw, accepted_ns, take_timeout, is_wanted=None):
             is_still_wanted.append(is_wanted)
             assert is_wanted()
-            return super().prepare(raw, accepted_ns, take_timeout)
+            return super().preprocess(raw, accepted_ns, take_timeout)
 
     settings = ThinkerSettings(max_sessions=8, preprocess_threads=1, heartbeat_ms=10)
-    with pipeline(intake=Intake(held=True, timeout_s=0.1), settings=settings) as p:
+    with pipeline(preprocessor=RequestPreprocessor(held=True, timeout_s=0.1), settings=settings) as p:
         error = finished(p.ask()).error
         assert not is_still_wanted[0]()
         assert error.to_text() == "timeout: 0.1 s have passed [omni:timeout;stage=thinker]"

@@ -12,7 +12,7 @@ import pytest
 
 from triton_omni.supervisor.native import SCRATCH_VARIABLE, STALL_GUARD_SOURCE, build_library, compiler
 
-PATIENCE_S, LITTLE_PATIENCE_S = 3600.0, 1.0
+STALL_LIMIT_S, SHORT_STALL_LIMIT_S = 3600.0, 1.0
 WAIT_S = 0.1
 # Waits `seconds` for a semaphore that is posted after `posted`, if it is; says what came of it, and after how long.
 # A stage is a process that the thread that waits has started, and waited for once before. There were `starts` of them,
@@ -140,14 +140,14 @@ int main(int count, char **arguments) {
 """
 
 
-def build(folder: Path, patience_s: float) -> Path:
-    return build_library(STALL_GUARD_SOURCE, folder, PATIENCE_MS=round(patience_s * 1000))
+def build(folder: Path, stall_limit_s: float) -> Path:
+    return build_library(STALL_GUARD_SOURCE, folder, STALL_LIMIT_MS=round(stall_limit_s * 1000))
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With more patience than a test has."""
-    return build(tmp_path_factory.mktemp("native"), PATIENCE_S)
+    """Its limit is longer than any test."""
+    return build(tmp_path_factory.mktemp("native"), STALL_LIMIT_S)
 
 
 def wait(
@@ -169,10 +169,10 @@ def test_the_server_goes_on_waiting_for_a_stage_that_stands_still(library: Path)
     assert seconds > 0.6
 
 
-def test_patience_ends(tmp_path: Path) -> None:
-    result, errno, seconds = wait(build(tmp_path, LITTLE_PATIENCE_S), "tritonserver")
+def test_the_wait_ends_at_the_stall_limit(tmp_path: Path) -> None:
+    result, errno, seconds = wait(build(tmp_path, SHORT_STALL_LIMIT_S), "tritonserver")
     assert (result, errno) == (-1, 110)
-    assert seconds >= WAIT_S + LITTLE_PATIENCE_S - 0.1
+    assert seconds >= WAIT_S + SHORT_STALL_LIMIT_S - 0.1
 
 
 def test_nobody_waits_once_a_child_has_ended(library: Path) -> None:

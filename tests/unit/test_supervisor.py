@@ -127,13 +127,13 @@ def told(repository: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_forced_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ends by itself is ended by nobody else, however slow it is."""
     monkeypatch.setattr("triton_omni.supervisor.server_run._ALONE_S", FOREVER_S)
     monkeypatch.setattr("triton_omni.supervisor.server_run.KILL_AFTER_S", FOREVER_S)
 
 
-@pytest.mark.usefixtures("patience")
+@pytest.mark.usefixtures("no_forced_end")
 def test_serves_on_free_loopback_ports_and_stops_cleanly(repository: Path) -> None:
     with Supervisor(config(repository)) as server:
         assert server.http_url.startswith("127.0.0.1:")
@@ -221,7 +221,7 @@ def test_free_ports_are_not_those_that_outgoing_connections_get() -> None:
     assert len(set(ports)) > 20
 
 
-@pytest.mark.usefixtures("patience")
+@pytest.mark.usefixtures("no_forced_end")
 def test_a_server_that_never_gets_ready_is_stopped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Supervisor(config(repository, environment={"BEHAVIOUR": "loading"}, ready_timeout_s=0.1))
     # Not before it can be stopped in order.
@@ -312,7 +312,7 @@ def test_a_signal_while_a_server_is_stopped_is_acted_on_after_the_stop(
         assert not is_running(int(stage.read_text()))
 
 
-@pytest.mark.usefixtures("patience")
+@pytest.mark.usefixtures("no_forced_end")
 def test_a_server_can_be_stopped_in_another_thread(repository: Path) -> None:
     with Supervisor(config(repository)) as server:
         stopping = threading.Thread(target=server.stop)
@@ -567,7 +567,7 @@ def test_a_stage_that_is_kept_after_the_last_session_is_not_waited_for(
     assert ("nothing is left to do" in capsys.readouterr().err) == (not sessions)
 
 
-@pytest.mark.usefixtures("patience")
+@pytest.mark.usefixtures("no_forced_end")
 def test_models_leave_before_the_server_is_told_to_stop(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

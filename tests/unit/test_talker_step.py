@@ -135,7 +135,7 @@ def test_only_tokens_that_follow_are_laid_out_by_the_step(bench):
     index[:3, Column.AXIS] = torch.tensor([20, 21, 22])
     index[:3, Column.CACHE] = torch.tensor([30, 31, 32])
     ids, positions = torch.tensor([1, 2, 3], dtype=torch.int32), torch.arange(9).view(3, 3)
-    step.go_on(ids, positions)
+    step.lay_out_next(ids, positions)
     assert ids.tolist() == [4, 2, 6]
     assert positions.tolist() == [[20, 1, 22], [20, 4, 22], [20, 7, 22]]
     assert step.cache_slots.tolist() == [30, 51, 32, -1, 99]

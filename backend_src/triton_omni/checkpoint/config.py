@@ -5,7 +5,7 @@ Settings that a deployment chooses are in `core/settings.py`. Nothing here impor
 as published (names of transformers 4) and as newer transformers write it (`rope_parameters`, `hidden_size` in the DiT).
 
 `quantization_config` tells of a thinker's decoder in 4-bit codes, as Qwen publishes Qwen2.5-Omni-7B by AWQ and GPTQ
-(`synthetic_weights.py` has the format). What vLLM has no kernel for is refused here, before any weight is read.
+(`synthetic_weights.py` has the format). A format without a vLLM kernel is refused here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from triton_omni.checkpoint.reading import LARGEST_INTEGER, MOST_ITEMS, Checkpoi
 
 
 _GROUP_SIZES = (32, 64, 128)
-"""Those of vLLM's Marlin kernels. The published checkpoints have 128."""
+"""Group sizes of vLLM's Marlin kernels. The published checkpoints have 128."""
 
 
 def read_four_bit(root: Section) -> FourBit | None:
-    """How the decoder's matrices are quantised; None = `config.json` states nothing of it.
+    """Return the quantisation of the decoder's matrices; None = `config.json` states none.
 
     Raises:
         CheckpointError: naming the key, its value and what is served.

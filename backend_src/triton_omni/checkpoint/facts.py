@@ -50,7 +50,7 @@ class ThinkerConfig:
 
 @dataclass(frozen=True)
 class TalkerSampling:
-    """How the talker draws codes unless a request says otherwise (HF `generate`'s defaults)."""
+    """The talker's default sampling of codes (HF `generate`'s defaults)."""
 
     temperature: float = 0.9
     top_k: int = 40
@@ -128,7 +128,7 @@ class BigVganConfig:
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """How token2wav's ODE is solved unless settings or a request say otherwise; None = not stated."""
+    """Defaults of the checkpoint for solving token2wav's ODE; None = not stated."""
 
     num_steps: int | None = None
     guidance_scale: float | None = None
@@ -182,7 +182,7 @@ FourBitMethod = Literal["awq", "gptq"]
 
 @dataclass(frozen=True)
 class FourBit:
-    """How a checkpoint has quantised the matrices of the thinker's decoder layers, and nothing else, to 4 bits."""
+    """A checkpoint's 4-bit quantisation of the thinker's decoder layers; it quantises nothing else."""
 
     method: FourBitMethod
     group_size: int

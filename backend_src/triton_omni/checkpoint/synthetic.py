@@ -51,7 +51,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     four_bit: FourBit | None = None
-    """How it is rounded and packed, into several tensors of the file."""
+    """Rounding and packing of the tensor, into several tensors of the file; None = stored as it is."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +114,7 @@ def planned_tensors(name: str) -> list[PlannedTensor]:
 
 
 def default_checkpoint_path(name: str = "tiny") -> Path:
-    """Where the checkpoint of this one of `NAMES` and this version of the code lies."""
+    """Return the folder of a checkpoint of `NAMES`, for this version of the code."""
     return cache_folder() / "checkpoints" / f"{name}-{_source_hash()}"
 
 

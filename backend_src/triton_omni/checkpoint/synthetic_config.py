@@ -32,7 +32,7 @@ def _checkpoints() -> Iterator[tuple[str, tuple[Size, FourBit | None]]]:
 
 _CHECKPOINTS = dict(_checkpoints())
 NAMES = tuple(_CHECKPOINTS)
-"""Of the synthetic checkpoints: a size, and how the thinker's decoder is quantised."""
+"""Names of the synthetic checkpoints: a size, and the quantisation of the thinker's decoder."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the project keeps what it makes once and reads often."""
+"""The folder of files that the project makes once and reads often."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a tritonserver listens, read off its command line: Triton tells no model, and nobody beside it."""
+"""Addresses on which a tritonserver listens, read from its command line, since Triton reports them nowhere."""
 
 from __future__ import annotations
 

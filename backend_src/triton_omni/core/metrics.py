@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures that a stage keeps for whoever watches it: numbers, histograms, and seconds of its loop.
 
-They know no metric's kind. Whoever owns a figure adds to it; others may read it at any time, and see it at most a
+They know no metric's kind. Only a figure's owner adds to it; others may read it at any time, and see it at most a
 moment old.
 """
 
@@ -55,7 +55,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> Iterator[tuple[str, int]]:
-        """How many values were at most so large, by bound as Prometheus writes it; the last counts all."""
+        """Yield each bound, as Prometheus writes it, and the number of values up to it; the last counts all."""
         bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         return zip(bounds, itertools.accumulate(self._counts), strict=True)
 
@@ -74,7 +74,7 @@ class LeakWatch:
         self._since: dict[Hashable, float] = {}
 
     def count(self, suspects: Iterable[Hashable], now_s: float | None = None) -> int:
-        """How many of these were among the suspects at every call for `LEAKED_AFTER_S`; by the monotonic clock."""
+        """Return how many of these were suspects at every call for `LEAKED_AFTER_S`; by the monotonic clock."""
         now = time.monotonic() if now_s is None else now_s
         self._since = {suspect: self._since.get(suspect, now) for suspect in suspects}
         return sum(now - since >= LEAKED_AFTER_S for since in self._since.values())
@@ -105,7 +105,7 @@ class LoopClock:
         self._passed_ns: defaultdict[Doing, int] = defaultdict(int)
 
     def attach(self) -> None:
-        """Make this the clock that `SpentOn` switches on the calling thread."""
+        """Make this the clock that `LoopActivity` switches on the calling thread."""
         _of_thread.clock = self
 
     def switch(self, doing: Doing) -> Doing:
@@ -121,7 +121,7 @@ class LoopClock:
             yield Metric("omni_loop_seconds_total", passed_ns / _NS_PER_S, {"doing": doing})
 
 
-class SpentOn:
+class LoopActivity:
     """Within, the loop of this thread does `what`; nothing happens on a thread without a clock.
 
     No generator, which would take three times as long as the two switches.

@@ -199,7 +199,7 @@ class ThinkerSettings(_Frozen):
     """`model_repository/thinker/1/stage.yaml`."""
 
     device: Device = "auto"
-    """Where the stage runs; `auto` = on the GPU where there is one."""
+    """Device of the stage; `auto` = the GPU if there is one."""
     dtype: Dtype = "auto"
     """Precision of weights and hidden rows; `auto` = `bfloat16` on a GPU, `float32` on the CPU."""
     quantization: Quantization = "none"
@@ -226,7 +226,7 @@ class ThinkerSettings(_Frozen):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """Deadline in seconds of a request that names none."""
     preprocess_threads: Positive = 4
-    """Requests prepared at once; each has a thread, and a process that decodes its media."""
+    """Requests preprocessed at once; each has a thread, and a process that decodes its media."""
     media_cache_bytes: Annotated[int, Field(ge=0)] = 512 << 20
     """Bytes of processed media kept for later requests with the same salt; 0 = none."""
 
@@ -249,7 +249,7 @@ class TalkerSettings(_Frozen):
     """`model_repository/talker/1/stage.yaml`."""
 
     device: Device = "auto"
-    """Where the stage runs; `auto` = on the GPU where there is one."""
+    """Device of the stage; `auto` = the GPU if there is one."""
     dtype: Dtype = "auto"
     """Precision of weights; it must equal the thinker's, or the server does not load."""
     prefix_caching: bool = True
@@ -294,7 +294,7 @@ class StreamingPlan(_Frozen):
 
 
 class DiffusionSettings(_Frozen):
-    """How the flow-matching ODE is solved unless a request says otherwise."""
+    """Default solution of the flow-matching ODE; a request may override it."""
 
     solver: Solver = "rk4"
     """`rk4` (3/8 rule, 4 evaluations an interval) or `euler`; a request may choose."""
@@ -305,7 +305,7 @@ class DiffusionSettings(_Frozen):
     """Strength of classifier-free guidance; a request may choose. `null` = the checkpoint's `token2wav_guidance_scale`,
     or 0.5 as in HF."""
     sway_coefficient: Annotated[float, Field(ge=-1, le=1)] = -1.0
-    """How far the time grid is bent towards its start; 0 = even."""
+    """Bend of the time grid towards its start; 0 = even."""
 
     @property
     def points(self) -> int:
@@ -333,7 +333,7 @@ class Token2WavSettings(_Frozen):
     """`model_repository/token2wav/1/stage.yaml`."""
 
     device: Device = "auto"
-    """Where the stage runs; `auto` = on the GPU where there is one."""
+    """Device of the stage; `auto` = the GPU if there is one."""
     dtype: Dtype = "auto"
     """`auto` = `float16` on a GPU, `float32` elsewhere. `float32` is the plain path, equal to HF within rounding; half
     precision is the fused path (GPU only), at least 35 dB against `float32`."""
@@ -355,7 +355,7 @@ class Token2WavSettings(_Frozen):
     preset: str = "reference"
     """Name of the entry of `presets` that replies use; a request may choose."""
     presets: dict[str, Preset] = {"reference": Preset(), "fast": Preset(num_steps=4)}
-    """What each preset changes in `diffusion`. `fast` has a third of HF's evaluations."""
+    """Changes of each preset to `diffusion`. `fast` has a third of HF's evaluations."""
     policy: Token2WavPolicy = Token2WavPolicy()
     max_lead_s: Lead | None = None
     """Seconds of sound that a stream may lead its real-time listener; `null` = no bound. A request may choose."""

@@ -115,7 +115,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Server:
-    """Where one server is examined."""
+    """Addresses and processes of one examined server."""
 
     name: str
     metrics_url: str = ""

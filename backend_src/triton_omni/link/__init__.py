@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows and codes travel from one stage to the next: by messages of the ensemble, or by a shared ring."""
+"""Carries rows and codes from one stage to the next, in messages of the ensemble or through a shared ring."""

@@ -32,7 +32,7 @@ CANCEL_INTERVAL_NS: Final = 50_000_000
 """Minimum nanoseconds between two questions to Triton whether a session's client is gone."""
 
 Until = Literal["arrived", "taken"]
-"""Where a hop ends: in the next stage's process, or in its loop, which may be in the middle of a step."""
+"""End of a hop: arrival in the next stage's process, or its loop's next turn, after the step that runs."""
 
 BOUNDS_S: Final = (
     *(1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3),
@@ -169,7 +169,7 @@ class LinkReceiver:
 
     def mark_closed(self, key: SessionKey, sent: int = 0) -> None:
         """Record that the session's `OPEN` request has ended, too, after `sent` messages to the next stage."""
-        # In this order: who sees that all it sent has ended can see how much this stage has sent.
+        # In this order: once the sender sees that all its requests have ended, it can read this count.
         self._ledger.write(key, CLOSED, sent)
         self._ledger.count_returned(key)
 
@@ -216,7 +216,7 @@ class LinkReceiver:
             yield Metric("omni_link_bytes_total", self._ring_bytes, labels)
 
     def hush(self) -> None:
-        """Wake nobody any more; called by any thread."""
+        """Stop calling `wake`; may be called from any thread."""
         if self._doorbell is not None:
             self._doorbell.close()
 

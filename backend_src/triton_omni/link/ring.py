@@ -4,12 +4,12 @@
 One message of Triton costs both sides a millisecond or more, however small it is. The previous stage writes rows or
 codes into the session's places of a ring on the device. The ledger holds their number (`link/sender.py`). The
 stage that reads owns the ring and offers it in a file beside the ledger's. On a GPU the memory is CUDA's own for
-several processes (`cudaIpcGetMemHandle`): it stays until both have left it, so that whoever still writes when its owner
-dies harms nobody. On the CPU it is the file's.
+several processes (`cudaIpcGetMemHandle`): it stays until both have left it, so a writer does no
+harm if the owner dies. On the CPU it is the file's.
 
 A doorbell tells the reader that the ledger has news: an empty datagram to a socket in the server's folder, which is
-open to the server's user alone. A datagram that does not arrive loses nothing: a stage that hears none looks into the
-ledger a little later.
+open to the server's user alone. A lost datagram loses nothing: without one, a stage looks into the ledger a little
+later.
 """
 
 from __future__ import annotations

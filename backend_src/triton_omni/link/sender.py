@@ -228,7 +228,7 @@ class RingWriter:
             places += parts
             tensors += [one.tensor] if len(parts) == 1 else torch.split(one.tensor, [len(part) for part in parts])
         with on_side_stream(self._device) as stream:
-            # Those of one step share an event, and the memory of what it gave.
+            # Items of one step share an event and the memory of that step's output.
             for ready in {id(one.ready): one.ready for one in copies if one.ready is not None}.values():
                 ready.wait()
             torch._foreach_copy_(places, tensors)

@@ -52,7 +52,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any] | str
-    """Text where they are no object, for example where a limit cut that reply off."""
+    """Text if they are no object, for example because a limit cut that reply off."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Message:
     role: Role
     parts: tuple[Part, ...]
     calls: tuple[Call, ...] = ()
-    """Of the assistant, after its text."""
+    """The assistant's calls, after its text."""
 
 
 class _Text(StrictModel):
@@ -82,7 +82,7 @@ class _Url(StrictModel):
 class _InputAudio(StrictModel):
     data: str
     format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm", "amr"]
-    """Taken for OpenAI's sake: a sound is what its bytes are."""
+    """Accepted as in OpenAI's API and ignored: the bytes decide the format."""
 
 
 class _ImagePart(StrictModel):
@@ -145,7 +145,7 @@ class _Turn(StrictModel):
 
 
 def chat_of_text(raw: bytes, media: Sequence[bytes], limits: RequestLimits) -> tuple[Message, ...]:
-    """The chat of a `text_input`: one message of the user.
+    """Return the chat of a `text_input`: one message of the user.
 
     Raises:
         BadRequest: empty, not UTF-8, or given together with media.
@@ -161,10 +161,10 @@ def chat_of_text(raw: bytes, media: Sequence[bytes], limits: RequestLimits) -> t
 
 
 def parse_messages(raw: bytes, media: Sequence[bytes], limits: RequestLimits) -> tuple[Message, ...]:
-    """The chat of `messages`, in which parts without data take the elements of `media` in order.
+    """Return the chat of `messages`, whose parts without data take the elements of `media` in order.
 
     Raises:
-        BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
+        BadRequest: a value is wrong; the message names the key path, the value and what is allowed.
         TooLarge: a limit is exceeded.
     """
     if len(media) > limits.max_media_items:
@@ -279,7 +279,7 @@ def _call(function: _CalledFunction, path: str) -> Call:
 
 
 def _arguments(text: str, path: str) -> dict[str, Any] | str:
-    """Arguments that an earlier reply wrote; programs send them back whatever they are, and OpenAI takes them."""
+    """Read arguments of an earlier reply; programs send them back unchecked, and OpenAI's API accepts them."""
     raw = text.encode() or b"{}"
     try:
         found = parse_json(raw, path, max_bytes=len(raw))
@@ -293,7 +293,7 @@ def _base64_length(size: int) -> int:
 
 
 def _check_url_length(length: int, path: str, limits: RequestLimits) -> None:
-    """Refuse before the text is copied: what is longer holds too large a medium, whatever it says it is."""
+    """Refuse a URL longer than any allowed medium, before the text is copied."""
     if length > MAX_URL_HEADER + _base64_length(limits.max_media_bytes):
         raise TooLarge(f"{path}: {length} characters, the limit is {limits.max_media_bytes} bytes decoded")
 

@@ -26,10 +26,10 @@ Modality = Literal["text", "audio"]
 AudioFormat = Literal["f32", "pcm16", "wav"]
 
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-"""One spelling an id, so that none is given twice."""
+"""Each id has one spelling, so that none is given twice."""
 MAX_SEED: Final = 2**63 - 1
 _TALKER_SEEDS: Final = MAX_SEED + 1
-"""Where the talker's seeds begin."""
+"""The first of the talker's seeds."""
 MAX_PARAMETERS_BYTES = 1 << 18
 MIN_FRAME_PIXELS: Final = 128 * 28 * 28
 """The model's processor scales smaller frames up to it."""
@@ -49,7 +49,7 @@ LeastTokens = Annotated[int, Field(ge=0, le=131072)]
 
 
 class ThinkerOptions(StrictModel):
-    """How the thinker samples its reply; greedy unless asked otherwise, as HF's `generate` does."""
+    """Sampling of the thinker's reply; greedy by default, as in HF's `generate`."""
 
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
@@ -67,7 +67,7 @@ class ThinkerOptions(StrictModel):
     max_tokens: TokenCount | None = None
     """None = what the deployment allows."""
     min_tokens: LeastTokens = 0
-    """The reply does not end by itself before."""
+    """The reply does not end by itself before so many tokens."""
 
     def to_sampling(self, seed: int, limit: int, tools: ToolRules | None = None) -> Sampling:
         """The engine's `Sampling`; at most `limit` tokens, whatever was asked."""
@@ -78,7 +78,7 @@ class ThinkerOptions(StrictModel):
 
 
 class TalkerOptions(StrictModel):
-    """How the talker samples codec codes; the defaults are HF's `talker_*` arguments of `generate`."""
+    """Sampling of the talker's codes; the defaults are HF's `talker_*` arguments of `generate`."""
 
     temperature: Temperature = 0.9
     top_p: TopP = 0.8
@@ -111,7 +111,7 @@ def _sampling(options: dict[str, Any], seed: int, limit: int) -> Sampling:
 
 
 class Token2WavOptions(StrictModel):
-    """How codes become a waveform; None = what the deployment's `stage.yaml` says."""
+    """Options for making the waveform; None = the value of the deployment's `stage.yaml`."""
 
     preset: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     solver: Solver | None = None
@@ -126,7 +126,7 @@ class Token2WavOptions(StrictModel):
 
 
 class MediaOptions(StrictModel):
-    """How many frames of a video are taken, and how large pictures are; the names are those of vLLM's server."""
+    """Number of frames of a video, and sizes of pictures; the names are those of vLLM's server."""
 
     fps: Annotated[float, Field(gt=0, le=60)] | None = None
     """Frames a second of a video; None = 2."""
@@ -167,7 +167,7 @@ class _Parameters(ToolParameters):
 
 
 def sampling_places(key: str) -> list[str]:
-    """Where `sampling_parameters` has a key of this name; nowhere is empty."""
+    """Return every path of `sampling_parameters` that has this key; empty if none has."""
     stages: dict[str, type[StrictModel]] = {
         "thinker": ThinkerOptions,
         "talker": TalkerOptions,
@@ -221,7 +221,7 @@ class OmniRequest:
     audio_format: AudioFormat
     use_audio_in_video: bool
     audio_in_pieces: bool
-    """True: the start of a sound is the same to the model however the sound goes on."""
+    """True: the model's view of a sound's start does not depend on its continuation."""
     mm_processor_kwargs: MediaOptions
     thinker: ThinkerOptions
     talker: TalkerOptions
@@ -229,9 +229,9 @@ class OmniRequest:
     priority: int
     """The lower, the sooner it gets a place in an engine's batch."""
     cache_salt: str | None = field(repr=False)
-    """Whoever names it shares the prefix cache with this request; None = the request does not use the cache."""
+    """Requests of equal salt share the prefix cache; None = the request does not use the cache."""
     tools: Tools | None
-    """None = nothing is known of calls."""
+    """None = the request has neither tools nor calls."""
     prefill_only: bool
     """True: there is no reply; a later request finds the prompt in the caches."""
     timeout_s: float
@@ -257,7 +257,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
     """Check everything a client sent.
 
     Raises:
-        BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
+        BadRequest: a value is wrong; the message names the key path, the value and what is allowed.
         TooLarge: a limit of the deployment is exceeded.
     """
     parameters = _parse_parameters(raw.sampling_parameters, limits, defaults)
@@ -286,7 +286,7 @@ def parse_request(raw: RawRequest, limits: RequestLimits, defaults: RequestDefau
 
 
 def _timeout_s(raw: RawRequest, parameters: _Parameters, defaults: RequestDefaults) -> float:
-    """The sooner of those that are given."""
+    """Return the smaller of the given timeouts, else the default."""
     by_triton_s = raw.timeout_us / 1e6 if raw.timeout_us else None
     if by_triton_s is not None and by_triton_s > defaults.max_timeout_s:
         limit = f"this deployment's limit of {defaults.max_timeout_s * 1e6:.0f}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds the JSON schemas that a reply may follow: their automata are about as large as the schemas.
 
-A compiler multiplies what must hold at once: the strings of two patterns, the numbers of two divisors, the branches of
-two alternatives. A few hundred bytes of those take it minutes and gigabytes, so they are refused before, by name. Pure;
-what a schema may say at all is the compiler's to know.
+A compiler multiplies constraints that apply at once: the strings of two patterns, the numbers of two divisors, the
+branches of two alternatives. A few hundred bytes of those take it minutes and gigabytes, so they are refused before, by
+name. Pure; the compiler itself refuses unsupported schemas.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_COUNT: Final = 4096
 MAX_DIVISOR: Final = 10_000
 """Least common multiple of all `multipleOf`: an automaton has a state for each remainder."""
 MAX_PATTERN_PROPERTIES: Final = 64
-"""In a whole schema: a compiler compares each pattern with each."""
+"""Maximum patterns of a whole schema: a compiler compares each with all others."""
 MAX_COUNTED_PROPERTIES: Final = 256
 """Maximum properties of an object with a minimum or maximum number of them: a compiler writes all out for each."""
 MAX_DIGITS: Final = 308
 """Maximum digits of an integer: a compiler reads all numbers as doubles."""
 LEAST_NUMBER: Final = -(2**63) + 1024
-"""A compiler that keeps integers in 64 bits negates them; it is the next double that has an opposite."""
+"""Least integer: a compiler negates 64-bit integers, and this is the lowest double whose negative still fits."""
 
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minProperties", "maxProperties"})
 _COMBINED: Final = ("allOf", "anyOf", "oneOf", "$ref")
@@ -40,22 +40,22 @@ _NAMED: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternP
 _DATA: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas."""
 _COMPILER_OPTIONS: Final = "x-guidance"
-"""Sets what white space may stand in a reply, for instance."""
+"""Key of the compiler's own options, such as the white space of a reply."""
 
 
 def check_schema_limits(schema: dict[str, Any], path: str) -> None:
-    """Refuse what a compiler would multiply or cannot read; anywhere, since a `$ref` may lead anywhere.
+    """Refuse constraints that a compiler would multiply or cannot read, anywhere, since a `$ref` may lead anywhere.
 
     Raises:
         BadRequest: several constraints are to hold at once, a number cannot be read, or a key is the compiler's own.
         TooLarge: a count or a divisor is over its limit.
     """
     _check_numbers(schema, path)
-    walk, nodes = _Walk(), [(path, schema)]
+    checker, nodes = _SchemaChecker(), [(path, schema)]
     while nodes:
         where, node = nodes.pop()
         if isinstance(node, dict):
-            walk.check(node, where)
+            checker.check(node, where)
         nodes += reversed(list(subschemas(node, where)))
 
 
@@ -92,7 +92,7 @@ def _check_numbers(tree: object, path: str) -> None:
             raise BadRequest(f"{path}: {shown(tree)} is below the limit of {LEAST_NUMBER}; it can be given as a string")
 
 
-class _Walk:
+class _SchemaChecker:
     def __init__(self) -> None:
         self._divisor = 1
         self._patterns = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict JSON of an outsider: bytes in, a tree of plain Python values out.
+"""Strict parsing of untrusted JSON: bytes in, a tree of plain Python values out.
 
 Size and nesting are bounded before the parser allocates; duplicate keys, NaN, invalid UTF-8 and unpaired
 surrogates are refused by name; a schema then checks the tree. This module knows nothing of chats or of sampling.
@@ -23,8 +23,8 @@ MAX_KEYS = 64
 """Maximum keys of an object whose keys are known."""
 SHOWN_CHARACTERS = 80
 
-# A whole string (skipped in one step) or one bracket outside of strings. A string that never ends is one, too: else the
-# search would begin anew at each quote in it, for a time that grows with its length squared, and hold Python's lock.
+# A whole string (skipped in one step) or one bracket outside of strings. An unterminated string also matches whole:
+# otherwise the search would restart at each quote in it, for a time quadratic in its length, with Python's lock held.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # Base64 of a medium; `\` because some encoders write `/` as `\/`. Possessive, so that the matcher looks at each
 # character once.
@@ -125,7 +125,7 @@ def parse_json(raw: bytes, name: str, *, max_bytes: int, max_media_bytes: int = 
     except ValueError as error:
         limit = sys.get_int_max_str_digits()
         raise BadRequest(f"{name}: an integer has more than {limit} digits; give it as a string") from error
-    # UTF-8 carries no half of a pair, so that only an escape can name one.
+    # UTF-8 has no unpaired surrogates, so only an escape can name one.
     if b"\\u" in raw:
         _check_surrogates(tree, name)
     return tree
@@ -173,7 +173,7 @@ def _check_size(raw: bytes, name: str, max_bytes: int, max_media_bytes: int) -> 
 
 
 def _check_depth(raw: bytes, name: str) -> None:
-    # Fewer brackets than levels, as in most documents, need no look at where they are.
+    # With fewer brackets than levels, as in most documents, their places do not matter.
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
     depth = 0
@@ -231,7 +231,7 @@ def validate(schema: type[SchemaT], tree: object, path: str) -> SchemaT:
 
 
 def _describe(error: ValidationError, path: str) -> str:
-    """The first fault as `path.to.key: what is allowed (got what came)`, and how many more there are."""
+    """Return the first fault as `path.to.key: what is allowed (got what came)`, and the number of further ones."""
     items = error.errors(include_url=False)
     first = items[0]
     where = path + "".join(f"[{step}]" if isinstance(step, int) else key_step(step) for step in first["loc"])

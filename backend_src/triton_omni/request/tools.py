@@ -18,7 +18,7 @@ from triton_omni.request.strict_json import StrictModel, compact_json, shown, va
 from triton_omni.session.engine import MAX_CALLS, Function, ToolRules
 
 NAME: Final = r"^[A-Za-z0-9_-]{1,64}$"
-"""Names of functions, as at OpenAI. No name can end the quotes that it stands in."""
+"""Names of functions, as at OpenAI. No name can close the quotes around it."""
 _MODES: Final = ("auto", "none", "required")
 _NO_PARAMETERS: Final = {"type": "object", "additionalProperties": False}
 
@@ -64,11 +64,11 @@ class Tools:
 
 
 NO_CALLS: Final = Tools((), ToolRules(max_calls=0))
-"""Nothing can be called, though the chat shows how it is done."""
+"""Rules of a request without callable functions, whose chat has calls."""
 
 
 def read_tools(given: ToolParameters, limits: RequestLimits, root: str) -> Tools | None:
-    """The tools of a request; None = it has none.
+    """Return the tools of a request; None = it has none.
 
     Args:
         given: the keys about tools.
@@ -76,7 +76,7 @@ def read_tools(given: ToolParameters, limits: RequestLimits, root: str) -> Tools
         root: path of the object that holds them.
 
     Raises:
-        BadRequest: something is wrong in itself; the message names the key path, the value and what is allowed.
+        BadRequest: a value is wrong; the message names the key path, the value and what is allowed.
         TooLarge: a limit is exceeded.
     """
     path = f"{root}.tools"
@@ -135,10 +135,10 @@ def _function(tool: dict[str, Any], limits: RequestLimits, path: str) -> Functio
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have the properties that they list and no others, where it does not say which.
+    """Return a schema in which objects without `additionalProperties` have only the properties that they list.
 
-    JSON Schema would allow any, and a model that gets no end writes keys until its limit. xgrammar's and outlines'
-    default is the same.
+    JSON Schema would allow any others, and a model could write keys up to its limit. xgrammar and outlines close them
+    too.
     """
     closed = copy.deepcopy(schema)
     nodes: list[Any] = [closed]
@@ -151,7 +151,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists_all(node: dict[str, Any]) -> bool:
-    """False for an object that must have properties that it does not list: closed, there would be none such."""
+    """False for an object that requires properties that it does not list: closed, it would match nothing."""
     listed, required = node.get("properties"), node.get("required", [])
     if not isinstance(listed, dict) or not isinstance(required, list) or "minProperties" in node:
         return False
@@ -159,7 +159,7 @@ def _lists_all(node: dict[str, Any]) -> bool:
 
 
 def _choice(choice: str | dict[str, Any], names: Sequence[str], path: str) -> tuple[str, str | None]:
-    """The mode, and the one function that is to be called, if one is named."""
+    """Return the mode, and the function that must be called, if one is named."""
     if isinstance(choice, dict):
         name = validate(_NamedTool, choice, path).function.name
         if name not in names:

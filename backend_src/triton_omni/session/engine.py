@@ -37,18 +37,18 @@ class Function:
     schema: str
     """A JSON schema of an object, the arguments."""
     is_strict: bool = False
-    """True: arguments keep to all of it, or it is refused. False: keywords that nothing can be held to are left out."""
+    """True: a schema that cannot be enforced in full is refused. False: keywords that cannot be are ignored."""
 
 
 @dataclass(frozen=True)
 class ToolRules:
-    """Functions that a reply may call, and how."""
+    """Functions that a reply may call, and the rules for its calls."""
 
     functions: tuple[Function, ...] = ()
     named: str | None = None
     """The only one that may be called; None = any."""
     may_speak: bool = True
-    """True: text stands before calls, or in place of them."""
+    """True: text may come before calls, or in place of them."""
     max_calls: Annotated[int, Meta(ge=0, le=MAX_CALLS)] = MAX_CALLS
 
 
@@ -67,9 +67,9 @@ class CallPiece:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one stage draws its tokens; `temperature` 0 is greedy.
+    """Sampling parameters of one stage; `temperature` 0 is greedy.
 
-    The ranges are those of a request (`request/parse.py`); a stage that is told of them by a message checks them again.
+    The ranges are those of a request (`request/parse.py`); a stage that gets them in a message checks them again.
     Noise is a function of (seed, position) alone, so a sequence draws the same tokens in any batch.
     """
 
@@ -84,22 +84,22 @@ class Sampling:
     min_tokens: Annotated[int, Meta(ge=0, le=131072)] = 0
     """No id that ends the sequence is drawn before so many tokens."""
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    """Taken off the logit of each id that the reply has, as in OpenAI's API."""
+    """Subtracted from the logit of each id of the reply, as in OpenAI's API."""
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    """Taken off as often as the reply has the id."""
+    """Subtracted once for each time that the reply has the id."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Thinker only, as all that follows: (id, what is added to its logit) before the penalties; each id once."""
+    """Thinker only, as are all later fields: (id, bias of its logit), added before the penalties; each id once."""
     stop: tuple[str, ...] = ()
     """Strings at the first of which the reply's text ends; the string itself is not shown."""
     json_schema: str | None = None
-    """A JSON schema, as JSON, that the reply keeps to; of a reply with calls only what it says in their place."""
+    """A JSON schema, as JSON, for the reply; with tools, only for a reply without calls."""
     tools: ToolRules | None = None
-    """None = what looks like a call is text."""
+    """None = text that looks like a call stays text."""
 
 
 @dataclass(frozen=True)
 class SoundContext:
-    """Where a piece of sound lies in the whole."""
+    """Position of a piece of sound in the whole."""
 
     samples: NDArray[np.float32] = field(repr=False)
     """[S] of the piece, and those before and after it that its frames reach."""
@@ -140,8 +140,8 @@ class ThinkerPrompt:
     multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     features: Mapping[str, Sequence[Features]] = field(default_factory=dict)
-    """One for each medium of `multi_modal_data`, of which only the shape is read where they are filled in; empty =
-    nobody keeps them.
+    """One for each medium of `multi_modal_data`; with filled features only the medium's shape is read. Empty = they are
+    not kept.
     """
     cache_salt: str | None = None
     """Prompts of one salt share the prefix cache; one without a salt neither reads nor writes it."""
@@ -159,8 +159,9 @@ class PrefixKeys:
     keys: tuple[bytes, ...]
 
     def of_blocks(self, block_size: int, tokens: int) -> list[bytes]:
-        """The names of the prefixes of 1, 2, ... blocks of `block_size` tokens, up to `tokens`; none where the sizes
-        do not fit."""
+        """Return the names of the prefixes of 1, 2, ... blocks of `block_size` tokens, up to `tokens`; none if the
+        sizes do not fit.
+        """
         step, rest = divmod(block_size, self.block_size)
         return [] if rest else list(self.keys[step - 1 :: step][: tokens // block_size])
 
@@ -194,7 +195,7 @@ class ThinkerOutput:
     token_ids: tuple[int, ...] = ()
     """New reply tokens, the ending id included, as HF's `generate` returns them."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had; told with each new token."""
+    """Prompt tokens that the prefix cache had; set with each new token."""
     rows: Tensor | None = None
     """[N, H] on the engine's device, engine dtype; owned by the receiver."""
     row_start: int = 0
@@ -234,7 +235,7 @@ class TalkerPrompt:
 
 @dataclass(frozen=True)
 class TalkerOutput:
-    """Codec codes that one engine step gave to one sequence."""
+    """Codec codes that one engine step made for one sequence."""
 
     key: str
     codes: Tensor | None = None
@@ -254,7 +255,7 @@ class EngineStats:
     rows_used: int
     """Rows of device memory reserved by open sequences (talker) or held back (thinker)."""
     kv_blocks_limit: int = field(default=0, compare=False)
-    """KV cache blocks that there are: not held, and so not compared."""
+    """All KV cache blocks; excluded from comparisons, since none is held."""
     kv_blocks_cached: int = field(default=0, compare=False)
     """KV cache blocks that a later prompt may reuse, held by a sequence or not."""
     mirror_bytes: int = field(default=0, compare=False)
@@ -312,11 +313,11 @@ class ThinkerEngine(AnyEngine, Protocol):
         """
 
     def check_schema(self, schema: str, salt: str | None = None) -> None:
-        """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
-        use to requests of the same salt alone.
+        """Check that a JSON schema can be compiled; may be called from any thread. Only requests of the same salt share
+        the result.
 
         Raises:
-            BadRequest: it cannot be.
+            BadRequest: it cannot be compiled.
         """
 
     def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
@@ -334,7 +335,7 @@ class ThinkerEngine(AnyEngine, Protocol):
         Among waiting sequences the lowest `priority` is next, then the oldest.
         """
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     @property
@@ -370,7 +371,7 @@ class TalkerEngine(FedEngine, Protocol):
     def end(self, key: str) -> None:
         """No more rows: from here on the tail (text_eos once, then text_pad) is added."""
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
     def step(self) -> list[TalkerOutput]:
@@ -379,7 +380,7 @@ class TalkerEngine(FedEngine, Protocol):
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How one stream is made into sound; None = the stage's setting."""
+    """Options for making one stream's sound; None = the stage's setting."""
 
     preset: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     solver: Literal["rk4", "euler"] | None = None

@@ -166,7 +166,7 @@ class SessionLedger(table.Table):
         self.write(key, table.OUTCOME, ending.to_number())
 
     def outcome(self, key: SessionKey, stage: StageName) -> RequestOutcome | None:
-        """How `stage` ended the client's request; None = it did not."""
+        """Return the outcome that `stage` gave the client's request; None = it did not end it."""
         number = self.read(key, table.OUTCOME, stage)
         return RequestOutcome.from_number(number) if number else None
 

@@ -142,7 +142,7 @@ def _lay_out(start: int, *, per_session: bool) -> int:
 _FIRST_RECORD: Final = _lay_out(0, per_session=False)
 RECORD_WORDS: Final = _lay_out(_FIRST_RECORD, per_session=True) - _FIRST_RECORD
 TABLE_WORDS: Final = _FIRST_RECORD + CAPACITY * RECORD_WORDS
-_LOSSES: Final = tuple((stage, LOST.at[stage], number * _EPOCH_BITS) for number, stage in enumerate(STAGES))
+_DEATH_WORDS: Final = tuple((stage, LOST.at[stage], number * _EPOCH_BITS) for number, stage in enumerate(STAGES))
 
 
 class Table:
@@ -179,7 +179,7 @@ class Table:
         self._words[declared.at[model] + slot * RECORD_WORDS] = value
 
     def secret(self) -> bytes:
-        """By which the stages of one server start know each other's messages (`wire.Seal`); it never leaves them."""
+        """The key with which the stages of one server start seal their messages (`wire.Seal`); it never leaves them."""
         return self._words[SECRET.at[None] : SECRET.at[None] + SECRET.words].tobytes()
 
     def silent_for(self, model: StageName) -> float:
@@ -192,12 +192,12 @@ class Table:
 
     def epochs(self) -> int:
         """The present epochs of all stages in one word, for `lost_since`."""
-        return sum((self.word(EPOCH, stage) & _EPOCH_MASK) << shift for stage, _, shift in _LOSSES)
+        return sum((self.word(EPOCH, stage) & _EPOCH_MASK) << shift for stage, _, shift in _DEATH_WORDS)
 
     def lost_since(self, epochs: int) -> list[StageName]:
         """Return the stages that died in or after these epochs."""
         words, found = self._words, []
-        for stage, at, shift in _LOSSES:  # each poll asks for every session, and nearly always none has died
+        for stage, at, shift in _DEATH_WORDS:  # each poll asks for every session, and nearly always none has died
             if (lost := words[at]) and lost >= epochs >> shift & _EPOCH_MASK:
                 found.append(stage)
         return found
@@ -258,8 +258,9 @@ def create_table(name: str) -> None:
 
 
 def wait_while_held(name: str, model: StageName, seconds: float) -> None:
-    """Until the supervisor lets the new process of `model` load, for `seconds` at most: the old one still has memory,
-    or too many have died. At a server's first start nobody holds it.
+    """Wait until the supervisor lets the new process of `model` load, `seconds` at most.
+
+    The old process may still have memory, or too many may have died. At a server's first start there is no wait.
 
     Raises:
         LedgerError: as of `Table`.

@@ -27,7 +27,7 @@ class StageView:
     runs: bool
     """True if the process exists."""
     epoch: int
-    """How often it was loaded."""
+    """Number of times the stage was loaded."""
     silent_s: float
     """Seconds since its loop last turned."""
     lost: bool
@@ -45,7 +45,7 @@ class UnaryView:
     runs: bool
     """True if the process exists."""
     open_requests: int
-    """Those that only this process can end."""
+    """Requests that only this process can end."""
 
 
 @dataclass(frozen=True)

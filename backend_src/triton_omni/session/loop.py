@@ -55,7 +55,7 @@ class StageLoop:
         self._driven, self._device = driven, device
         self.clock = LoopClock()
         self.waits_for: Doing = "idle"
-        """What a turn without work waits for; a `poll` may tell."""
+        """The thing that a turn without work waits for; a `poll` may set it."""
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._awake = False

@@ -26,7 +26,7 @@ _STAGES: Final[tuple[StageName, ...]] = get_args(StageName)
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """How a request ended."""
+    """The end of a request: answered whole, or an error of a stage."""
 
     code: ErrorCode | None = None
     """Code of its error; None = it was answered whole."""

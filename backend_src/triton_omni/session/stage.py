@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLAIMED_POLL_S: Final = 0.001
-"""How soon to look again while another stage claims the device, or steps keep apart."""
+"""Seconds between polls while another stage claims the device, or while the thinker pauses."""
 
 SOON_S: Final = 0.002
-"""How soon to look again when a session waits for another stage."""
+"""Seconds between polls when a session waits for another stage."""
 
-REVIVED_AFTER_MS: Final = 5000
-"""When to ask again after a stage has died: soon enough for the smaller stages, and the others are asked once more."""
+RETRY_AFTER_RESTART_MS: Final = 5000
+"""Milliseconds after which a client should retry once a stage has died: enough for the smaller stages' restart."""
 
 
 class ResponseSender(Protocol):
-    """Where one Triton request is answered. Calls only enqueue; a thread of the stage sends, in order.
+    """Answers one Triton request. Calls only enqueue; a thread of the stage sends, in order.
 
     `ready` is waited for before a message leaves; `then` runs on the sending thread once it has left, `lost` instead
     if Triton refused it (its memory may be full).
     """
 
     def bind(self, slot: int) -> None:
-        """Send on the thread of this session's slot: what is bound to one slot leaves in the order of the calls, and
-        its `then`s never run side by side. To be called before anything is sent.
+        """Choose the thread of this session's slot, before anything is sent. Responses of one slot leave in the order
+        of the calls, and their `then`s never run at the same time.
         """
 
     def send(
@@ -47,12 +47,13 @@ class ResponseSender(Protocol):
         ready: torch.cuda.Event | None = None,
         lost: Callable[[], object] | None = None,
     ) -> None:
-        """Send one response; those after it are sent, too, if it is lost."""
+        """Send one response; if it is lost, later ones are still sent."""
 
     def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
-        """Send the last response and the empty final response. Send an error instead if any response was lost, so that
-        a client never takes an incomplete answer for a whole one. `lost` then says whether the request will be failed
-        by who is told so; if not, it is failed here and now.
+        """Send the last response and the empty final.
+
+        If any response was lost, `lost` is called instead, so that no client takes an incomplete answer for a whole
+        one. It returns True if another stage will fail the request; otherwise the request fails here at once.
         """
 
     def finish(self, ready: torch.cuda.Event | None = None, then: Callable[[], None] | None = None) -> None:
@@ -123,7 +124,7 @@ def as_omni_error(error: Exception, label: str) -> OmniError:
 def lost_error(stage: StageName) -> InternalError:
     """Return the error that ends a session when the process of `stage` died."""
     cause = f"the process of {stage} ended unexpectedly and with it this reply; it is being started again"
-    return InternalError(cause, stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+    return InternalError(cause, stage=stage, retry_after_ms=RETRY_AFTER_RESTART_MS)
 
 
 def refused_error(stage: StageName) -> InternalError:

@@ -66,7 +66,7 @@ class SessionKey(msgspec.Struct, frozen=True):
 
 
 class MediaTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens of a prompt stand for media; the marks around them are text."""
+    """Number of a prompt's tokens that stand for each kind of medium; the marks around them are text."""
 
     audio: Count = 0
     """Tokens of sound, including the sound of videos."""
@@ -161,7 +161,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """No further text, rows or codes; the reports are filled."""
     failure: Failure | None = None
     placed: Count = 0
-    """Rows or codes that go by the next stage's ring, all told; in what says that no more come."""
+    """Total number of items sent through the ring; set on the message that ends them."""
     sent_ns: Nanoseconds = 0
     """System-wide monotonic clock when the stage gave the message away, nanoseconds."""
 

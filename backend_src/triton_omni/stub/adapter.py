@@ -29,7 +29,7 @@ from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
 
 SENDING_THREADS = 4
-"""A send takes a few tenths of a millisecond, most of it in Triton's process; sessions are spread over the threads."""
+"""Number of threads that share the sessions: a send takes a few tenths of a millisecond, most of it in Triton."""
 
 Submit = Callable[[Any, ResponseSender], None]
 
@@ -43,8 +43,8 @@ class StageAdapter:
         pb_utils: Triton's `triton_python_backend_utils`.
         submit: reads a Triton request and gives it to the stage.
         ledger: the stage's, closed after its last answer.
-        link_latency: how long the stage's messages took, where another stage sends it some.
-        tracer: the stage's, closed last.
+        link_latency: latency of the messages from the stage before, if there is one.
+        tracer: of the stage's spans; closed last.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class StageAdapter:
         stage.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests; each is answered later through its own sender, and alone: one bad one harms no other."""
+        """Take requests; each is answered later through its own sender, so a bad one harms no other."""
         self._metrics.start()
         for request in requests:
-            self._take(request)
+            self._accept(request)
 
     def close(self) -> None:
         """End every session, send what is due, and stop."""
-        # From the last to the first, each also when one before it fails: what is due must leave, and the ledger is
-        # written to until it has left.
+        # The last callback runs first, and each runs even if an earlier one fails: due responses must leave, and the
+        # ledger is written to until they have left.
         with contextlib.ExitStack() as ending:
             ending.callback(self._tracer.close)
             ending.callback(self._ledger.close)
@@ -88,7 +88,7 @@ class StageAdapter:
                 ending.callback(thread.close)
             ending.callback(self._stage.close)
 
-    def _take(self, request: Any) -> None:
+    def _accept(self, request: Any) -> None:
         sender = TritonResponseSender(self._pb_utils, request, self._threads)
         try:
             self._submit(request, sender)
@@ -103,7 +103,7 @@ class StageAdapter:
 def adapt_thinker(
     pb_utils: Any, stage: ThinkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
 ) -> StageAdapter:
-    """The thinker takes clients' requests."""
+    """Return the adapter of the thinker, which takes clients' requests."""
 
     def submit(request: Any, sender: ResponseSender) -> None:
         try:
@@ -118,14 +118,14 @@ def adapt_thinker(
 
 
 def adapt_talker(pb_utils: Any, stage: TalkerStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER) -> StageAdapter:
-    """The talker takes the thinker's messages."""
+    """Return the adapter of the talker, which takes the thinker's messages."""
     return _adapt_link(pb_utils, "talker", stage, ledger, tracer)
 
 
 def adapt_token2wav(
     pb_utils: Any, stage: Token2WavStage, ledger: SessionLedger, tracer: Tracer = NO_TRACER
 ) -> StageAdapter:
-    """token2wav takes the talker's messages."""
+    """Return the adapter of token2wav, which takes the talker's messages."""
     return _adapt_link(pb_utils, "token2wav", stage, ledger, tracer)
 
 
@@ -152,12 +152,11 @@ def _adapt_link(
 
 
 def read_client_request(request: Any, *, traced: bool = False) -> RawRequest:
-    """The four public inputs of a Triton request, still unchecked, what time it has by Triton's own parameter, and its
-    parameter `traceparent` where it is traced.
+    """Read the four public inputs of a Triton request, unchecked, Triton's own timeout, and, if it is traced,
+    `traceparent`.
 
     Raises:
-        BadRequest: an input of another number of elements, a parameter that was meant as an input, or an id that is not
-            UTF-8.
+        BadRequest: an input has a wrong number of elements, a parameter was meant as an input, or the id is not UTF-8.
         TooLarge: there are too many elements or parameters, or the id is too long.
     """
     request_id = read_id(request)

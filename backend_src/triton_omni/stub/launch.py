@@ -51,18 +51,19 @@ CHECKPOINT_VARIABLE = "OMNI_MODEL"
 INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 HELD_AT_MOST_S = 300.0
-"""A stage that is held back, and whose supervisor is gone, loads after so long."""
+"""Seconds after which a stage that waits for the supervisor loads anyway, since the supervisor is gone."""
 ROW_PLACES = 64
 CODE_PLACES = 256
-"""Places of each session in a ring: how far the previous stage may run ahead."""
+"""Places of each session in a ring; the previous stage can run ahead by so many items."""
 SWITCH_INTERVAL_S = 0.0001
-"""How long a thread may keep Python's global lock while another one waits; Python's own is 5 ms. The loop gives the
-lock up at every call of torch, hundreds of times a step, and beside threads with messages waits so long for it each
-time.
+"""Seconds that a thread may keep Python's global lock while another waits; Python's default is 5 ms.
+
+The loop gives the lock up at every call of torch, hundreds of times a step. Beside threads with messages it then waits
+so long each time.
 """
 _TRITON_TYPES = {"float32": "TYPE_FP32", "bfloat16": "TYPE_BF16", "float16": "TYPE_FP16"}
-# The talker's config has a vocabulary of codec codes and, rightly, ids of the thinker's vocabulary; transformers takes
-# each of those for a mistake.
+# The talker's config rightly has ids of the thinker's vocabulary beside its vocabulary of codes; transformers warns of
+# each such id.
 _THINKER_IDS = re.compile(r"Model config: (tts_text|vision|audio)_(start|end|pad)_token_id must be ")
 _DTYPE_CODES = {name: code for code, name in enumerate(_TRITON_TYPES, start=1)}
 
@@ -70,13 +71,13 @@ logger = logging.getLogger(__name__)
 
 
 def complete_thinker(config: Any, folder: Path) -> Any:
-    """Add ROWS with the dtype that the thinker will give."""
+    """Add ROWS with the dtype of the thinker's output."""
     config.add_output(_rows(_settings(folder, ThinkerSettings)))
     return config
 
 
 def complete_talker(config: Any, folder: Path) -> Any:
-    """Add ROWS with the dtype that the talker will take."""
+    """Add ROWS with the dtype of the talker's input."""
     config.add_input(_rows(_settings(folder, TalkerSettings)))
     return config
 
@@ -85,7 +86,7 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     """Load the thinker.
 
     Raises:
-        SettingsError, CheckpointError, LedgerError: a sentence that says what is wrong.
+        SettingsError, CheckpointError, LedgerError: the message names the fault.
     """
     _prepare_process()
     keep_freed_memory()
@@ -108,11 +109,11 @@ def start_thinker(pb_utils: Any, args: dict[str, str], folder: Path) -> StageAda
     engine = ThinkerVllmEngine(checkpoint, settings, device)
     tracer = make_tracer("thinker")
     ledger = _ledger("thinker", _facts(checkpoint, device, settings, config.thinker.decoder.hidden_size))
-    intake = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
+    preprocessor = Preprocessor(checkpoint, config, load_speakers(checkpoint, config), settings, engine)
     stage = ThinkerStage(
         settings,
         engine,
-        intake,
+        preprocessor,
         ledger,
         device=device,
         hidden_size=config.thinker.decoder.hidden_size,
@@ -188,7 +189,7 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
     """Start the unary model.
 
     Raises:
-        SettingsError: `stage.yaml`, its own or the thinker's, cannot be used, or this server's gRPC endpoint cannot be.
+        SettingsError: its own or the thinker's `stage.yaml` cannot be used, or the server's gRPC endpoint is unknown.
     """
     del args
     _prepare_process()
@@ -206,8 +207,8 @@ def start_unary(pb_utils: Any, args: dict[str, str], folder: Path) -> UnaryModel
 def end_process(close: Callable[[], None]) -> None:
     """Close this stub's model and end the process at once; all that `finalize` does.
 
-    Triton has its answer by then and only waits for the process to end. By itself Python ends the interpreter and the
-    libraries' threads in no defined order. On an H200 three of four stops hung in that until the server's exit timeout.
+    Triton has its answer by then and only waits for the process to end. Python itself would end the interpreter and the
+    libraries' threads in no defined order; on an H200 three of four stops hung in that until the exit timeout.
     """
     try:
         with never_collected():
@@ -222,7 +223,7 @@ def end_process(close: Callable[[], None]) -> None:
 
 
 def checkpoint_folder() -> Path:
-    """The checkpoint of this server.
+    """Return the folder of this server's checkpoint.
 
     Raises:
         SettingsError: `OMNI_MODEL` is unset or names no folder.
@@ -249,9 +250,9 @@ def _await_turn(stage: StageName) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Keep out of the log what libraries warn of at every start and nobody can act on."""
+    """Silence warnings of libraries that come at every start and that nobody can act on."""
     logging.getLogger("transformers.configuration_utils").addFilter(_is_no_thinker_id)
-    # vLLM looks at every attribute of torch.distributed.
+    # vLLM reads every attribute of torch.distributed, which warns of some.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
 
 
@@ -282,14 +283,15 @@ def _torch_device(device: Device, args: dict[str, str]) -> torch.device:
 
 
 def _choose_invariance(settings: ThinkerSettings | TalkerSettings) -> None:
-    """Before vLLM is imported, which reads the variable then. Its kernels for it are a GPU's."""
+    """Ask vLLM for batch invariance, before its import, which reads the variable. Only GPUs have the kernels."""
     if settings.engine.deterministic and resolve_device(settings.device) == "cuda":
         os.environ[INVARIANCE_VARIABLE] = "1"
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """The processes of a thinker that is split meet at sockets, of which vLLM removes none; a server that this project
-    starts reads copies of its models' folders, which go with it."""
+    """Put the sockets of a split thinker's processes, which vLLM never removes, into the served copy of its model's
+    folder, which the supervisor removes.
+    """
     if os.access(folder, os.W_OK):
         os.environ.setdefault(SOCKETS_VARIABLE, str(folder))
 
@@ -301,10 +303,10 @@ def _ring(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Ring | None:
-    """The ring that a stage offers to the one before it, if it is to.
+    """Return the ring that a stage offers to the stage before; None = settings ask for none.
 
     Raises:
-        SettingsError: it is asked for and cannot be had.
+        SettingsError: settings ask for a ring, and its memory cannot be shared.
     """
     from triton_omni.link.ring import RingError, offer_ring
 
@@ -351,9 +353,9 @@ def _ledger(stage: StageName, facts: StageFacts) -> SessionLedger:
 
 
 def make_tracer(stage: StageName, environment: Mapping[str, str] = os.environ) -> Tracer:
-    """Return the tracer of a stage; one that does nothing where no endpoint is configured, or traces are switched off.
+    """Return the tracer of a stage, one that does nothing without an endpoint or with traces switched off.
 
-    Without an endpoint nothing of OpenTelemetry is imported.
+    OpenTelemetry is imported only for an endpoint.
 
     Raises:
         SettingsError: another protocol is asked for, or OpenTelemetry is not installed.

@@ -30,7 +30,7 @@ Kind = Literal["gauge", "counter", "histogram"]
 
 @dataclass(frozen=True)
 class Family:
-    """One metric; each of its series has the label `stage`, too."""
+    """One metric; each of its series also has the label `stage`."""
 
     name: str
     kind: Kind
@@ -47,8 +47,8 @@ class Family:
     def published(self) -> Iterator[tuple[str, bool, str]]:
         """Return its name in Triton, True if it is a counter, and its description.
 
-        A histogram is a gauge a bucket, in the names of Prometheus': Triton's own histograms take one value a call,
-        which would be a call a message.
+        A histogram is published as one gauge for each bucket, under Prometheus' names: Triton's own histograms would
+        need a call for each message.
         """
         if self.kind != "histogram":
             yield self.name, self.kind == "counter", self.meaning
@@ -123,8 +123,8 @@ FAMILIES: Final = (
 
 INTERVAL_S = 0.1
 SLOW_ROUNDS = 10
-"""All but what a stage holds is published every so many intervals, and once it holds nothing any more: while messages
-pass, most of it changes."""
+"""Intervals after which all figures are published, not only those of a stage's contents, since messages change most of
+them. An empty stage publishes all at once."""
 REMINDER_ROUNDS = 6000
 """Intervals after which a failure that lasts is logged again: ten minutes."""
 
@@ -132,15 +132,15 @@ logger = logging.getLogger(__name__)
 
 
 class StageMetrics:
-    """Publishes what a stage holds, its figures, received link bytes and hop times until closed.
+    """Publishes a stage's contents and figures, received link bytes and link latencies, until closed.
 
     Args:
         pb_utils: Triton's `triton_python_backend_utils`.
         name: of the stage.
-        stage: whose figures are published.
+        stage: the stage whose figures are published.
         counter: of the bytes that it received.
-        link_latency: how long its messages took, where another stage sends it some.
-        starts: how often this server has loaded it.
+        link_latency: latency of the messages from the stage before, if there is one.
+        starts: number of times that this server has loaded the stage.
     """
 
     def __init__(
@@ -170,17 +170,17 @@ class StageMetrics:
         self._thread = threading.Thread(target=self._run, name=f"{name}-metrics", daemon=True)
 
     def start(self) -> None:
-        """Begin to publish; further calls do nothing. Not before Triton has finished to initialise the model:
-        a metric set meanwhile would be a second call into the server beside that one.
+        """Begin to publish; further calls do nothing. Call it only once Triton has initialised the model: setting a
+        metric before would be a second call into the server at the same time.
         """
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop publishing and give the metrics back.
+        """Stop publishing and release the metrics.
 
-        A metric that outlives the model is destroyed when the stub has already closed its shared memory, and
-        crashes it.
+        A metric that outlives the model is destroyed after the stub has closed its shared memory, which crashes the
+        stub.
         """
         self._stopping.set()
         if self._thread.ident is not None:
@@ -198,7 +198,7 @@ class StageMetrics:
                 held = list(self._held())
                 self._publish(held)
                 resting = not any(figure.value for figure in held)
-                # A stage that holds nothing any more says so in all its figures at once.
+                # A stage that has become empty publishes all its figures at once.
                 if number % SLOW_ROUNDS == 0 or (resting and not rested):
                     self._publish(self._slow())
                 rested, told = resting, ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a Triton request beside its inputs: anybody's pass, but for those that were meant as inputs.
+"""The parameters of a Triton request beside its inputs. All names are accepted, except those meant as inputs.
 
-To Triton's `/generate` every field that is no input is a parameter, and so is all in its field `parameters`. The
-thinker's sampling keys are taken from there, as vLLM's backend does it. Those of other stages are refused by name,
+Triton's `/generate` makes a parameter of every field that is no input, and of each key in its field `parameters`. The
+thinker's sampling keys are taken from there, as in vLLM's backend. Keys of other stages are refused by name,
 since they would change nothing. Other names may belong to a proxy or a tracer.
 """
 
@@ -19,9 +19,9 @@ from triton_omni.request.parse import sampling_places
 
 CLIENT_INPUTS: Final = ("text_input", "messages", "media", "sampling_parameters")
 _TAKEN: Final = ("sampling_parameters", "sampling_parameters.thinker")
-"""Where the keys belong that a parameter may stand for."""
+"""Paths of the keys that a parameter may stand for."""
 _OF_TRITON: Final = ("timeout", "priority")
-"""Names of Triton's own parameters, of other units than the keys."""
+"""Names of Triton's own parameters; their units differ from those of the keys."""
 MAX_PARAMETERS: Final = 64
 MAX_CHARACTERS: Final = 1 << 16
 """Maximum characters of all parameters together, as JSON."""
@@ -44,11 +44,11 @@ def read_id(request: Any) -> str:
 
 
 def read_parameters(request: Any) -> Mapping[str, Any]:
-    """The parameters of a client's Triton request, but for those that are Triton's own.
+    """Return the parameters of a client's Triton request, without Triton's own.
 
     Raises:
-        BadRequest: one has the name of a key of a later stage, or nearly that of an input; or they cannot be read.
-        TooLarge: they are too many or too long.
+        BadRequest: one has the name of a later stage's key, or nearly that of an input; or they cannot be read.
+        TooLarge: there are too many, or they are too long.
     """
     try:
         text = request.parameters() or "{}"
@@ -64,7 +64,7 @@ def read_parameters(request: Any) -> Mapping[str, Any]:
 
 
 def sampling_of(parameters: Mapping[str, Any], given: bytes | None) -> bytes | None:
-    """The input `sampling_parameters` of a request: as it is given, or as the request's parameters spell it.
+    """Return the input `sampling_parameters` of a request: as given, or made of the request's parameters.
 
     Raises:
         BadRequest: both have keys.
@@ -82,7 +82,7 @@ def sampling_of(parameters: Mapping[str, Any], given: bytes | None) -> bytes | N
 
 
 def _place(name: str) -> str | None:
-    """Where a parameter's key belongs, if it may be a parameter."""
+    """Return the path of a parameter's key; None = it is no key."""
     places = [] if name in _OF_TRITON else sampling_places(name)
     return places[0] if places and places[0] in _TAKEN else None
 

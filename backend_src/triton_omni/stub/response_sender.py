@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Triton request is answered: one response sender a request, a few sending threads a stage.
+"""Answers Triton requests: one response sender a request, a few sending threads a stage.
 
 Triton's `send` blocks, so no engine thread ever calls it. It waits for Triton's process without Python's global lock,
 so that the sends of several threads overlap. A response sender guards the rule that a request gets exactly one final,
@@ -49,7 +49,7 @@ class SendingThread:
                 job()
             except Exception:
                 logger.exception("a response could not be sent")
-            # It holds a response's tensors, which an idle thread would keep alive.
+            # The job holds a response's tensors, which an idle thread would keep alive.
             del job
 
 
@@ -87,12 +87,12 @@ class TritonResponseSender:
             self._thread.put(lambda: self._send(tensors, ready, lost))
 
     def conclude(self, tensors: Mapping[str, Sent], then: Callable[[], None], lost: Callable[[], bool]) -> None:
-        """Send the last response and the empty final, where every response has left."""
+        """Send the last response and the empty final if every response has left; else see `ResponseSender.conclude`."""
         if self._claim_final():
             self._thread.put(lambda: self._conclude(tensors, then, lost))
 
     def answer(self, tensors: Mapping[str, Sent], then: Callable[[], None] | None = None) -> None:
-        """Send one response as the final: all that a request of a model that is not decoupled may get."""
+        """Send one response as the final, the only response of a model that is not decoupled."""
         if self._claim_final():
             self._thread.put(lambda: self._send_final(functools.partial(self._response, tensors), then))
 
@@ -160,7 +160,7 @@ class TritonResponseSender:
         if self._whole:
             self._send_final(None, then)
             return
-        # Before anybody is told, who may fail it at once.
+        # Reset before `lost`, whose caller may fail the request at once.
         self._finished = False
         if not lost() and self._claim_final():
             error = InternalError("a part of the reply could not be sent")

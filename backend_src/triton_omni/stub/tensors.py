@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named tensors to Triton's and back, by DLPack: the one place where tensors cross into or out of Triton.
+"""Converts named tensors to Triton's and back, by DLPack: the only place where tensors cross into or out of Triton.
 
 `LinkCounter` counts what arrives by device, so that a test can prove that rows and codes never touched the host on a
 GPU.
@@ -118,7 +118,7 @@ def write_tensor(pb_utils: Any, name: str, value: Sent) -> Any:
         return pb_utils.Tensor(name, value)
     import torch
 
-    # torch gives no tensor of another device than the thread's current one, which is device 0 where none was chosen.
+    # torch exports no tensor of another device than the thread's current one, which is device 0 by default.
     with torch.cuda.device(value.device) if value.is_cuda else contextlib.nullcontext():
         return pb_utils.Tensor.from_dlpack(name, value.contiguous())
 
@@ -157,16 +157,16 @@ def read_strings(tensor: Any) -> NDArray[np.object_]:
 def bound_strings(pb_utils: Any) -> None:
     """Have Triton's backend unpack `MOST_MEDIA_ITEMS` elements of a BYTES input at most.
 
-    Until 25.10 it unpacks all inputs of all requests by this function of its module, before `execute` is called.
+    Triton up to 25.10 unpacks all inputs of all requests by this function of its module, before `execute` is called.
     """
     pb_utils.deserialize_bytes_tensor = unpack_strings
 
 
 def unpack_strings(encoded: NDArray[np.uint8]) -> NDArray[np.object_]:
-    """The elements of a BYTES tensor; of one with too many none, which is told by its shape (`read_strings`).
+    """Return the elements of a BYTES tensor; one with too many stays unread, with a shape that `read_strings` refuses.
 
     Args:
-        encoded: uint8 [N], of each element its length as little-endian uint32 and its bytes.
+        encoded: uint8 [N]; each element is its length as little-endian uint32, then its bytes.
     """
     view, at = encoded.data, 0
     strings: list[bytes] = []
@@ -180,7 +180,7 @@ def unpack_strings(encoded: NDArray[np.uint8]) -> NDArray[np.object_]:
 
 
 class _Unread(np.ndarray[Any, Any]):
-    """Stands for a tensor that was not unpacked: of any shape, and without memory."""
+    """Takes the place of a tensor that was not unpacked; it accepts any shape and has no memory."""
 
     def reshape(self, *shape: Any, **_: Any) -> Any:
         """The backend reshapes unpacked strings to the client's shape in this way."""

@@ -50,10 +50,10 @@ LATE_TIMEOUT_S: Final = 5.0
 """Seconds in which the stages should answer a request whose deadline has passed."""
 RETRY_AFTER_MS: Final = 250
 _LONGEST_US: Final = 2**63 - 1
-"""Triton keeps a `timeout` in 64 bits without a sign and takes it with one."""
+"""Largest `timeout`: Triton stores it as unsigned 64 bits and reads it as signed."""
 
 _LENGTH_BYTES: Final = 4
-"""Before each string of a BYTES tensor."""
+"""Bytes of the length before each string of a BYTES tensor."""
 _CHANNEL_OPTIONS: Final = (
     *OWN_CHANNEL,
     ("grpc.max_send_message_length", -1),
@@ -64,13 +64,13 @@ logger = logging.getLogger(__name__)
 
 
 class DeathWatch:
-    """Notices that a stage died during a request that no other stage answers; watches one request, from now on.
+    """Detects that a stage died during one request, from now on, if no other stage answers it.
 
-    The process that would answer may have died too, or have ended its own part just before. Every session that was open
-    then is lost, so nothing that is asked here is cut off.
+    The process that would answer may have died too, or have ended its own part just before. Every session open at the
+    death is lost, so no healthy request is cut off.
 
     Args:
-        board: the server's; None = nothing is known of its stages.
+        board: that of the server; None = nothing is known of its stages.
     """
 
     def __init__(self, board: StageBoard | None) -> None:
@@ -154,7 +154,7 @@ class UnaryModel:
         pb_utils: Triton's `triton_python_backend_utils`.
         settings: how many requests run at once; further ones are refused as overloaded.
         grpc_url: `HOST:PORT` of this server.
-        table: name of its ledger, which is made where no stage has made it; empty = it has none.
+        table: name of its ledger, made here unless a stage has made it; empty = it has none.
         timeout_s: the thinker's deadline of a request that names none, in seconds.
     """
 
@@ -188,7 +188,7 @@ class UnaryModel:
             sender = TritonResponseSender(self._pb_utils, request, (self._sending,))
             self._open_requests.open()
             try:
-                self._take(request, sender)
+                self._accept(request, sender)
             except OmniError as error:
                 error.stage = error.stage or "unary"
                 sender.fail(error, self._open_requests.close)
@@ -205,7 +205,7 @@ class UnaryModel:
             self._board.set_word(PID, 0, "unary")
             self._board.close()
 
-    def _take(self, request: Any, sender: TritonResponseSender) -> None:
+    def _accept(self, request: Any, sender: TritonResponseSender) -> None:
         message = to_message(request)
         if not self._places.acquire(blocking=False):
             limit = f"all {self._settings.max_requests} unary requests are in use"
@@ -242,8 +242,8 @@ class UnaryModel:
         end()
 
     async def _unless_cancelled(self, collecting: Any, sender: TritonResponseSender, timeout_s: float) -> Collected:
-        """The reply, unless the client goes away first, or a stage died or the deadline passed and nobody tells: then
-        the stream is cancelled, and the stages see it.
+        """Return the reply. If the client goes away, or if a stage died or the deadline passed and no stage reports it,
+        cancel the stream, which the stages notice.
         """
         watch, end = DeathWatch(self._board), time.monotonic() + timeout_s + LATE_TIMEOUT_S
         task: asyncio.Task[Collected] = self._loop.create_task(collecting)
@@ -279,7 +279,7 @@ class UnaryModel:
 
 
 def asked_timeout_s(message: Any, default_s: float) -> float:
-    """The deadline that the thinker keeps for an ensemble's request: the sooner of its two timeouts, or the default.
+    """Return the thinker's deadline for an ensemble's request: the sooner of its two timeouts, or the default.
 
     A timeout that the thinker will refuse counts as not given.
     """
@@ -328,7 +328,7 @@ async def _settle(stream: Any) -> None:
 
 
 def to_message(request: Any) -> Any:
-    """The ensemble's request over gRPC (`ModelInferRequest`) with a Triton request's inputs, id and parameters.
+    """Return the ensemble's gRPC request (`ModelInferRequest`) with a Triton request's inputs, id and parameters.
 
     Raises:
         BadRequest, TooLarge: as `read_id`, `read_parameters` and `read_strings` do.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A guard process that ends a server and its stages if their supervisor is killed; it does nothing else.
 
-Nobody else can. Without it tritonserver writes into a pipe that nobody reads, and ends sooner or later, also during
-replies. Its stages then keep their GPU memory, since their threads wait for tritonserver with the GIL held. A guard's
-standard input is a pipe whose other end the supervisor has: the kernel closes it, however the supervisor ends.
+No other process can do this. Without the guard, tritonserver writes into a pipe that nobody reads, and at some point
+ends during replies. Its stages then keep their GPU memory, since their threads wait for tritonserver with the GIL held.
+The guard's standard input is a pipe from the supervisor, which the kernel closes however the supervisor ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Guard:
     """If this process is killed before `close`, end a process group, and remove its shared memory and its folders.
 
     Args:
-        leader: process id of who leads the group.
-        regions: with what the names of its regions of shared memory begin; empty = it has none.
-        folders: made for it.
+        leader: process id of the group's leader.
+        regions: prefix of the names of its regions of shared memory; empty = it has none.
+        folders: temporary folders of the group.
 
     Raises:
         OSError: no process can be started.
@@ -40,7 +40,7 @@ class Guard:
         self._told = False
 
     def renew(self) -> None:
-        """Start another process where this one's has ended; tells of it on standard error, and may be called often."""
+        """Start another process if the guard's has ended, and report that on standard error; may be called often."""
         if self._process.poll() is None:
             return
         self._process.communicate()
@@ -55,12 +55,12 @@ class Guard:
             self._told = False
 
     def close(self) -> None:
-        """From here on the group is left alone."""
+        """Stop guarding the group."""
         self._process.kill()
         self._process.communicate()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own: what ends the supervisor's group, or comes from its terminal, does not reach the guard.
+        # A session of its own: signals to the supervisor's group or terminal do not reach the guard.
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -68,10 +68,10 @@ class Guard:
 def guarded_process(
     command: Sequence[str], environment: Mapping[str, str], regions: str, folders: Sequence[Path]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Guard]]:
-    """Start a server in a group of its own, guarded until the end, which does not end it; its output is a pipe.
+    """Start a server in a process group of its own, guarded while the context is open; its output is a pipe.
 
-    A terminal's Ctrl-C reaches the supervisor alone, which then stops the server in order, and what is left of the
-    server can be ended whole. Only its user can read the files and shared memory that it makes.
+    Leaving the context does not end the server. A terminal's Ctrl-C reaches the supervisor alone, which then
+    stops the server in order and ends the rest of its group. Only the server's user can read its files and memory.
 
     Raises:
         ServerError: a process cannot be started; none is left.
@@ -101,7 +101,7 @@ def guarded_process(
 def main(arguments: Sequence[str]) -> int:
     """Wait for the supervisor's end, then do what `Guard` says."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # A service manager signals all processes of a service first: the supervisor then stops in order.
+        # A service manager signals all processes of a service; the supervisor then stops the server in order.
         signal.signal(number, signal.SIG_IGN)
     leader, regions, *folders = arguments
     sys.stdin.buffer.read()

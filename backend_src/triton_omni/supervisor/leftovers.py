@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends the stages and removes the shared memory of a tritonserver that did not stop in order.
 
-It knows processes and files, and nothing of when a server is stopped.
+It knows processes and files; others decide when a server is stopped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _KILLED_WITHIN_S = 10.0
 _POLL_S = 0.01
 _REGIONS = "triton_omni_"
 OWN_REGIONS_OPTION: Final = f"shm-region-prefix-name={_REGIONS}"
-"""By which a server of ours is told from others, in its command line."""
+"""Start of the option by which the command line of one of our servers is recognised."""
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PROCESSES = "triton-omni-"
-"""With what the names of `server_folder.server_name` begin."""
+"""Prefix of the names of `server_folder.server_name`."""
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -49,11 +49,11 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def end_group_of(name: str) -> None:
-    """The same of a process that is no child of this one, by its `server_name`."""
+    """End the group of a process that is no child of this one, by its `server_name`."""
     leader = process_id(name)
     with contextlib.suppress(OSError):  # the leader is gone; its group may be there
         if server_name(leader) != name:
-            return  # so is the group, and its number has been given anew
+            return  # the group is gone too, and its id has been reused
     kill_group(leader)
     _await_end(leader)
 
@@ -86,10 +86,10 @@ def members(group: int) -> set[int]:
 
 
 def new_region_prefix(owner: int) -> str:
-    """With what the names of one server's regions of shared memory begin, and no other's.
+    """Return a prefix for the names of one server's regions of shared memory, unlike any other's.
 
     Args:
-        owner: process id of its supervisor, without which they are stale once nobody maps them.
+        owner: process id of its supervisor; once that is gone, regions that nobody maps are stale.
     """
     return f"{_REGIONS}{server_name(owner).removeprefix(_PROCESSES)}_{secrets.token_hex(4)}_"
 
@@ -102,7 +102,7 @@ def remove_stale_regions() -> list[str]:
     """Remove the regions that servers of this user left here when they were killed with their supervisors.
 
     Returns:
-        The names of the removed.
+        Names of the removed regions.
     """
     stale = stale_regions()
     for region in stale:
@@ -113,7 +113,7 @@ def remove_stale_regions() -> list[str]:
 def stale_regions() -> list[Path]:
     """Regions of servers of this user whose supervisors are gone, and that no process has mapped.
 
-    Those of other process-id namespaces are left out: whether their processes live cannot be seen from here.
+    It leaves out files of other process-id namespaces, since it cannot see whether their processes live.
     """
     found = [region for region in _own_files(_own_regions()) if _owner_is_gone(region)]
     mapped = _mapped_regions() if found else set()
@@ -143,5 +143,5 @@ def remove_shared_memory(prefix: str) -> None:
 
 
 def _own_files(prefix: str) -> list[Path]:
-    """Files of this user whose names begin so. Every user may make files of these names, which only he can remove."""
+    """Files of this user with this prefix. Any user may make such files, and only their owner can remove them."""
     return [path for path in _SHARED_MEMORY.glob(f"{prefix}*") if is_own(path, stat.S_ISREG)]

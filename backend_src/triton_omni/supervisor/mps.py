@@ -88,7 +88,7 @@ def _start(program: str, env: Mapping[str, str], output: Path) -> subprocess.Pop
 
 def _wait_ready(process: subprocess.Popen[bytes], program: str, env: Mapping[str, str], output: Path) -> None:
     deadline = time.monotonic() + _ANSWERS_WITHIN_S
-    while not _tell(program, env, "get_server_list"):
+    while not _send_command(program, env, "get_server_list"):
         if process.poll() is not None:
             said = output.read_text(errors="replace").strip() or "it said nothing"
             raise ServerError(f"{_PROGRAM} ended with code {process.returncode}: {said.splitlines()[-1]}")
@@ -98,7 +98,7 @@ def _wait_ready(process: subprocess.Popen[bytes], program: str, env: Mapping[str
 
 
 def _end(process: subprocess.Popen[bytes], program: str, env: Mapping[str, str]) -> None:
-    if _tell(program, env, "quit"):
+    if _send_command(program, env, "quit"):
         try:
             process.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -106,7 +106,7 @@ def _end(process: subprocess.Popen[bytes], program: str, env: Mapping[str, str])
     end_group(process)
 
 
-def _tell(program: str, env: Mapping[str, str], command: str) -> bool:
+def _send_command(program: str, env: Mapping[str, str], command: str) -> bool:
     """Give the daemon a command; whether it took it."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         ended = subprocess.run(

@@ -30,7 +30,7 @@ _UNBOUNDED: Final = (
     "it by CC"
 )
 STALL_GUARD_S: Final = RestartPolicy().stalled_after_s + 10.0
-"""How much longer than its own second Triton waits for a stage that lives; the supervisor ends one that hangs first."""
+"""Seconds that Triton waits for a living stage beyond its own second; the supervisor ends one that hangs sooner."""
 SCRATCH_VARIABLE: Final = "OMNI_SCRATCH"
 STALL_GUARD_SOURCE: Final = Path(__file__).with_name("stall_guard.c")
 
@@ -49,7 +49,7 @@ def with_stall_guard(environment: Mapping[str, str], scratch: Path) -> dict[str,
     /tmp.
     """
     without = "a stage that stands still or dies may end the server"
-    added = preloading(STALL_GUARD_SOURCE, environment, without, PATIENCE_MS=round(STALL_GUARD_S * 1000))
+    added = preloading(STALL_GUARD_SOURCE, environment, without, STALL_LIMIT_MS=round(STALL_GUARD_S * 1000))
     return added and {**added, SCRATCH_VARIABLE: str(scratch)}
 
 

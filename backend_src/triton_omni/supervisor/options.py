@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one server runs, and the supervisor command's options for it. It starts nothing."""
+"""Configuration of one server, and the supervisor command's options for it. It starts nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triton_omni.supervisor.served_repository import parse_placement
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How one server runs."""
+    """Configuration of one server."""
 
     model_repository: Path
     model: str | None = None
@@ -34,7 +34,7 @@ class ServerConfig:
     grpc_port: int = 0
     metrics_port: int = 0
     log_path: Path | None = None
-    """Where the server's output goes; None = this process's standard error."""
+    """File of the server's output; None = this process's standard error."""
     log_verbose: int = 0
     """Triton's own verbosity."""
     ready_timeout_s: float = 900.0
@@ -54,7 +54,7 @@ class ServerConfig:
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
     """Number of each stage's GPU."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    """How a stage that died is started again."""
+    """Restarts of stages that died."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the server and its stages."""
 

@@ -25,7 +25,7 @@ _HUNG_UP_S = 5.0
 
 
 def own_host(host: str) -> str:
-    """Where a server that listens at `host` is reached from its own machine."""
+    """Return the host at which this machine reaches a server that listens at `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -68,7 +68,7 @@ class Probe:
 
     def _answers(self, service: str, path: str) -> bool:
         connection = http.client.HTTPConnection(self._host, self._ports[service], timeout=_PROBE_TIMEOUT_S)
-        # Until the server listens, connecting fails; while models load, it listens and says no.
+        # Connecting fails before the server listens; while models load, it answers no.
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", path)
             return connection.getresponse().status == 200

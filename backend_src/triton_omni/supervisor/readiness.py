@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's readiness, and its end: it takes nothing new, says that it is not ready, and finishes what it has begun.
+"""A server's readiness, and its drain: it refuses new requests, reports not ready, and finishes open ones.
 
-Triton calls a server ready whose models are loaded or unloaded, and not ready one that has a model that could not be
-loaded. So it is asked to load one, of a backend that does not exist. To unload what was never loaded changes nothing:
-before the server is ready again the model must have been loaded, so it is given the backend that the stages have.
+Triton reports a server as not ready only if a model could not be loaded. So this module has it load a model of a
+backend that does not exist. Unloading a model that never loaded does not make the server ready again. So the model
+first gets the stages' backend, and is loaded.
 
-Triton alone loses every reply under way: at a stop it closes its HTTP port and refuses requests between stages. So it
-is told last. This module knows no process and no signal.
+Triton by itself would lose every open reply: at a stop it closes its HTTP port and refuses requests between stages.
+So it is stopped last. This module knows no process and no signal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TritonPythonModel:
         return []
 
     def finalize(self):
-        # As the stages end: where Triton ends the interpreter, newer versions log a fatal error of Python's.
+        # As the stages end: newer versions of Triton end the interpreter with a fatal error of Python's in the log.
         os._exit(0)
 """
 _CPU: Final = "instance_group [{ kind: KIND_CPU }]\n"
@@ -55,8 +55,8 @@ def say_unready(control: Loads, repository: Path, model: str) -> None:
     """Make the server not ready.
 
     Args:
-        repository: tritonserver's own, which is written to.
-        model: the name of one that is not there.
+        repository: that of tritonserver, which is written to.
+        model: a name that no model has.
 
     Raises:
         ModelControlError: Triton did not come to look for the backend; the server may still be ready.
@@ -70,7 +70,7 @@ def say_unready(control: Loads, repository: Path, model: str) -> None:
 
 
 def say_ready(control: Loads, repository: Path, model: str) -> None:
-    """Take back what `say_unready` said with the same model; a second or two until the server is ready.
+    """Undo `say_unready` of the same model; the server is ready a second or two later.
 
     Raises:
         ModelControlError: Triton could not load it; the server is still not ready.
@@ -90,7 +90,7 @@ class Readiness:
     """Readiness that one server reports from its start to its end.
 
     Args:
-        control, repository: as `say_unready` has them.
+        control, repository: as in `say_unready`.
 
     Attributes:
         on_fault: called at each failure, on a thread of its own.
@@ -104,8 +104,8 @@ class Readiness:
         self.on_fault: Callable[[], None] = lambda: None
 
     def set_ready(self, ready: bool) -> None:
-        """Have the server say so, if it does not. Returns at once and may be asked often: Triton takes its time and is
-        told on a thread of its own, one word after the other.
+        """Make the server report this, unless it does. Returns at once and may be called often: a thread calls Triton,
+        which answers slowly, once at a time.
         """
         if ready == self._said or (self._telling is not None and self._telling.is_alive()):
             return
@@ -113,9 +113,9 @@ class Readiness:
         self._telling.start()
 
     def end(self) -> None:
-        """Have the server be not ready for good; returns when it is so.
+        """Make the server not ready, for good; returns when it is so.
 
-        A Triton that stands still is not waited for: it must not hold its own stop up.
+        It waits `_SAID_WITHIN_S` at most, so that a stalled Triton cannot delay its own stop.
         """
         words = (False, _DRAINING_MODEL)
         self._ending = threading.Thread(target=self._tell, args=words, name="readiness-end", daemon=True)
@@ -152,7 +152,7 @@ class Readiness:
 
 _POLL_S = 0.05
 _SETTLED_S = 0.2
-"""A session is over when its last response has left its stage; the server then writes it to the client."""
+"""Seconds for the server to write last responses to the clients, after their sessions have ended."""
 
 
 class Sessions(Protocol):
@@ -162,21 +162,21 @@ class Sessions(Protocol):
         """Set a field of the server's ledger."""
 
     def open_sessions(self) -> int:
-        """How many are open."""
+        """Return the number of open sessions."""
 
 
 def drain(
     sessions: Sessions, seconds: float, given_up: Callable[[], bool], tell: Callable[[], None] = lambda: None
 ) -> bool:
-    """Begin no session any more and wait until the last one is over.
+    """Refuse new sessions and wait until the last one is over.
 
     Args:
-        seconds: to wait at most.
-        given_up: asked now and then; True ends the wait.
-        tell: says so to whoever looks; called when it is so, and whoever then asks is refused.
+        seconds: maximum wait.
+        given_up: polled; True ends the wait.
+        tell: reports the drain; called once new sessions are refused.
 
     Returns:
-        Whether all are over.
+        True if all are over.
     """
     sessions.set_word(LEAVING, DRAINING)
     tell()
@@ -184,7 +184,7 @@ def drain(
 
 
 def end_sessions(sessions: Sessions, seconds: float, given_up: Callable[[], bool]) -> bool:
-    """End those that are open with an error, and wait until it has been told; as `drain` otherwise."""
+    """End the open sessions with an error, and wait until their clients have it; otherwise as `drain`."""
     sessions.set_word(LEAVING, ENDING)
     return _await_none(sessions, seconds, given_up)
 

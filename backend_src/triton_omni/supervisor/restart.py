@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a server's stages and its unary model, and starts one that died again: Triton does neither.
+"""Watches a server's stages and its unary model, and restarts one that died: Triton does neither.
 
-A stage has died when its process ended, when its engine failed in a process that lives, or when its loop has not
-turned for long; the last is ended by force. The others are told through the ledger, so that they end what they share
-with it. Unloading it makes the server say that it is not ready, until it is loaded again. So does, before that, a loop
-that has not turned for some seconds (`readiness.py`).
+A stage is dead if its process ended, if its engine failed in a living process, or if its loop has not turned for long;
+the supervisor then ends it by force. The ledger tells the other stages, which end the sessions that they share with
+it. Unloading the stage makes the server not ready until it is loaded again. A loop that has not turned for some
+seconds makes the server not ready earlier (`readiness.py`).
 
-Where requests of a dead process would never end, the whole server is ended at once, and the supervisor starts it again.
+If requests of a dead process would never end, the supervisor ends the whole server at once and starts it again.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ MODELS: Final[Mapping[StageName, str]] = {stage: UNARY_MODEL if stage == "unary"
 _LEAVES_WITHIN_S = 10.0
 """A stage whose engine failed ends its requests and its process within this, or by force."""
 _WRITES_WITHIN_S = 1.0
-"""In which a process that hangs writes where its threads are."""
+"""Seconds in which a process that hangs writes the stacks of its threads."""
 _PAUSED_S = 1.0
-"""The watch did not run when it looks so late (`RestartPolicy.look_every_s`)."""
+"""A look that comes so late means that the supervisor itself did not run (`RestartPolicy.look_every_s`)."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How patiently a stage is started again."""
+    """Limits after which a stage is restarted, and how often it is."""
 
     attempts: int = 5
-    """Starts of one stage within `window_s`; when the next would be due, the server is given up."""
+    """Maximum starts of one stage within `window_s`; the next one gives the server up."""
     window_s: float = 600.0
     first_wait_s: float = 1.0
-    """Before the second start within `window_s`; doubles with each further one. The first is made at once."""
+    """Seconds before the second start within `window_s`, doubled with each further one. The first is immediate."""
     stalled_after_s: float = 300.0
     """A stage whose loop has not turned for so long is ended. An engine's first steps may compile for minutes."""
     overdue_after_s: float = 30.0
-    """The same while it has a session past its deadline. token2wav's errors wait as long for another stage's step."""
+    """The same for a stage with a session past its deadline. token2wav holds errors back as long for other stages."""
     silent_after_s: float = 10.0
     """A server is not ready while a stage's loop has not turned for so long."""
     look_every_s: float = 0.1
@@ -65,7 +65,7 @@ class RestartPolicy:
 
 
 class Starts:
-    """The starts of one thing, which a policy bounds."""
+    """Counts the starts of a stage or server, and limits them by a policy."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -108,7 +108,7 @@ class Board(Protocol):
         """Count a start that failed."""
 
     def holds_overdue(self, stage: StageName) -> bool:
-        """True if it has not finished with a session whose deadline has passed."""
+        """True if it still has a session whose deadline has passed."""
 
     def leaves_open(self, stage: StageName) -> bool:
         """True if requests that only its process could have ended were open when it died."""
@@ -128,7 +128,7 @@ class Control(Protocol):
 
 
 class Process:
-    """A process that is not ours to wait for; its number cannot come to mean another one while this is open.
+    """A process that is no child of ours. While this is open, its process id cannot be reused.
 
     Raises:
         ProcessLookupError: it has ended and was collected.
@@ -138,7 +138,7 @@ class Process:
         self._handle = os.pidfd_open(pid)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait until it has ended, for `seconds` at most; whether it has."""
+        """Wait until it has ended, `seconds` at most; return whether it has."""
         return bool(select.select([self._handle], [], [], seconds)[0])
 
     def fileno(self) -> int:
@@ -150,7 +150,7 @@ class Process:
         self._send(signal.SIGKILL)
 
     def end_with_stacks(self) -> None:
-        """Have it write where its threads are and end, within a moment or by force."""
+        """Have it write the stacks of its threads, then end it by force."""
         self._send(STACKS_SIGNAL)
         self.ends_within(_WRITES_WITHIN_S)
         self.kill()
@@ -166,7 +166,7 @@ class Process:
 
 @dataclass
 class _Watched:
-    """One stage; touched by one thread at a time: the watching one, or the one that starts it again."""
+    """One stage; used by one thread at a time: the watching one, or the one that restarts it."""
 
     starts: Starts
     process: Process | None = None
@@ -178,10 +178,10 @@ class _Watched:
 
 
 class Silence:
-    """For how long each stage's loop has not turned, as one sees it who looks several times a second.
+    """Measures how long each stage's loop has not turned; the supervisor polls it several times a second.
 
-    Time that the supervisor itself slept through does not count. A stopped machine or container stops both, and a stage
-    that wakes with it is sound.
+    Time in which the supervisor itself did not run does not count: a paused machine or container stops both, and a
+    stage that wakes with it is sound.
     """
 
     def __init__(self, board: Board) -> None:
@@ -190,22 +190,22 @@ class Silence:
         self._awake_since = -math.inf
 
     def look(self, now: float) -> None:
-        """Say when it is, in seconds of the monotonic clock."""
+        """Note the time of a look, in seconds of the monotonic clock."""
         if self._looked is not None and now - self._looked > _PAUSED_S:
             self._awake_since = now
         self._looked = now
 
     def of(self, stage: StageName) -> float:
-        """Seconds up to the last look."""
+        """Return the seconds since the loop last turned, at the last look."""
         awake_for = math.inf if self._looked is None else self._looked - self._awake_since
         return min(self._board.silent_for(stage), awake_for)
 
 
 class StageRestarter:
-    """Watches all stages on a thread of its own, from `start` to `close`, and starts each again on another.
+    """Watches all stages on one thread, from `start` to `close`, and restarts each on a thread of its own.
 
     Args:
-        tell_ready: told at each look whether the server is ready, as far as its stages go; it must return at once.
+        tell_ready: called at each look with whether the stages are ready; it must return at once.
         end_server: ends the server at once.
     """
 
@@ -231,7 +231,7 @@ class StageRestarter:
         self.ended_for: str | None = None
         """Why the server was ended and has to be started again; None = it was not."""
         self.deaths = 0
-        """How often a process died that leaves requests in Triton which never end."""
+        """Number of deaths that left requests in Triton which never end."""
 
     @property
     def is_restarting(self) -> bool:
@@ -247,13 +247,13 @@ class StageRestarter:
         self._thread.start()
 
     def close(self) -> None:
-        """Start no stage any more, from here on; a load that is under way ends with the server."""
+        """Restart no stage from now on; a running load ends with the server."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of a load that was under way; to be called when the server has ended."""
+        """Wait for the end of running loads; to be called when the server has ended."""
         for watched in self._watched.values():
             if watched.restart is not None:
                 watched.restart.join(timeout_s)
@@ -267,14 +267,14 @@ class StageRestarter:
             self._silence.look(time.monotonic())
             self._judge_readiness()
             for stage, watched in self._watched.items():
-                # In this order: a thread that gave up has said so.
+                # In this order: a restart that gave up sets `failure` before its thread ends.
                 if watched.is_restarting or self.failure is not None or self._stopping.is_set():
                     continue
                 if (cause := self._cause_of_death(stage, watched)) is not None:
                     self._begin_restart(stage, watched, cause)
 
     def _await_death(self) -> None:
-        """Until a process has ended that is not being seen to, for a moment at most."""
+        """Wait until a process ends that is not being restarted, `look_every_s` at most."""
         living = [watched.process for watched in self._watched.values() if not watched.is_restarting]
         select.select([process for process in living if process is not None], [], [], self._policy.look_every_s)
 
@@ -283,15 +283,15 @@ class StageRestarter:
             return "its process ended"
         if self._board.is_broken(stage):
             return "its engine failed"
-        patience_s = self._patience_s(stage)
-        if self._silence.of(stage) > patience_s:
+        stall_limit_s = self._stall_limit_s(stage)
+        if self._silence.of(stage) > stall_limit_s:
             watched.process.end_with_stacks()
             watched.process.ends_within(_LEAVES_WITHIN_S)
-            return f"it did nothing for {patience_s:g} s and was ended"
+            return f"it did nothing for {stall_limit_s:g} s and was ended"
         return None
 
-    def _patience_s(self, stage: StageName) -> float:
-        """How long its loop may stand still; every session is looked at only where that matters."""
+    def _stall_limit_s(self, stage: StageName) -> float:
+        """Seconds that its loop may stand still. It looks at the sessions only if that matters."""
         policy = self._policy
         overdue = self._silence.of(stage) > policy.overdue_after_s and self._board.holds_overdue(stage)
         return policy.overdue_after_s if overdue else policy.stalled_after_s
@@ -310,7 +310,7 @@ class StageRestarter:
             if self.ended_for is not None:
                 return
         watched.restart = threading.Thread(
-            target=self._revive, args=(stage, watched, cause), name=f"revive-{stage}", daemon=True
+            target=self._restart, args=(stage, watched, cause), name=f"restart-{stage}", daemon=True
         )
         watched.restart.start()
 
@@ -319,8 +319,8 @@ class StageRestarter:
         return watched.process is not None and not watched.process.ends_within(0)
 
     def _lose(self, stage: StageName, cause: str) -> None:
-        """Tell of a process that has died: by errors of the other stages, or by the server's end, at which its clients'
-        connections break.
+        """Report a death to the clients: by errors of the other stages, or by the server's end, which breaks their
+        connections.
         """
         if self._policy.whole_server or self._board.leaves_open(stage):
             self.deaths += 1
@@ -333,8 +333,8 @@ class StageRestarter:
 
     # On a thread a stage.
 
-    def _revive(self, stage: StageName, watched: _Watched, cause: str) -> None:
-        # Loading begins at once, since Triton calls a server ready that has a model unloaded; the new process waits.
+    def _restart(self, stage: StageName, watched: _Watched, cause: str) -> None:
+        # Load at once, since Triton calls a server with an unloaded model ready; the new process waits.
         self._board.set_word(HELD, 1, stage)
         try:
             self._control.unload(MODELS[stage])
@@ -365,14 +365,14 @@ class StageRestarter:
         return None
 
     def _open(self, stage: StageName, watched: _Watched) -> None:
-        """Let the new process load when the old one has ended, which holds memory, and the wait is over."""
+        """Let the new process load once the old one has ended, and so freed its memory, and the wait is over."""
         wait_s = watched.starts.count_start()
         self._end(stage, watched)
         if not self._stopping.wait(wait_s):
             self._board.set_word(HELD, 0, stage)
 
     def _end(self, stage: StageName, watched: _Watched) -> None:
-        """Until the old process has ended, by itself or by force."""
+        """Wait until the old process has ended, by itself or by force."""
         if watched.process is None:
             return
         if not watched.process.ends_within(_LEAVES_WITHIN_S):

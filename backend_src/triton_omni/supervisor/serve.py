@@ -43,13 +43,13 @@ from triton_omni.supervisor.server_run import END_WITHIN_S, KILL_AFTER_S, Launch
 from triton_omni.supervisor.start import StartReport, check_caches, check_gpu_share, check_shared_memory, stages_of
 
 _SAME_SIGNAL_S = 1.0
-"""Signals so soon after the first are one: Ctrl-C reaches a command from its terminal and once more from its shell."""
+"""Signals within this time count as one: Ctrl-C reaches a command from its terminal and again from its shell."""
 _POLL_S = 0.1
 
 
 @contextmanager
 def on_signals(act: Callable[[int], None]) -> Iterator[None]:
-    """Have `act` called with the number of each signal that asks for an end: SIGTERM, SIGINT, SIGHUP."""
+    """Call `act` with the number of each signal that asks for an end: SIGTERM, SIGINT, SIGHUP."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         act(number)
@@ -67,7 +67,7 @@ def on_signals(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """Have signals that ask for an end wait until the block is over; the first one is then acted on.
+    """Delay signals that ask for an end until the block is over; the first one then takes effect.
 
     Only the main thread takes signals, so in another thread this changes nothing.
     """
@@ -84,7 +84,7 @@ def signals_wait() -> Iterator[None]:
 
 
 def exit_at_once(number: int) -> None:
-    """End without tidying up; the exit code as a shell gives it."""
+    """End without cleanup; the exit code is the one a shell gives."""
     os._exit(128 + number)
 
 
@@ -100,16 +100,16 @@ class Supervisor:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.log = ServerLog(config.log_path)
-        # No events: a signal handler that sets one waits for ever for a lock of the code that it interrupted.
+        # No `threading.Event`: a signal handler that sets one could deadlock with the code that it interrupted.
         self._stop_requested = self._stop_at_once = False
         self._ports = {"http": 0, "grpc": 0, "metrics": 0}
         self.regions = new_region_prefix(os.getpid())
-        """With what the names of Triton's regions of shared memory begin."""
+        """Prefix of the names of Triton's regions of shared memory."""
         self._outliving = contextlib.ExitStack()
         self._run: ServerRun | None = None
         self._mps_guard: Guard | None = None
         self._starts = Starts(config.restart)
-        self._earlier_losses = 0
+        self._earlier_deaths = 0
 
     @property
     def http_url(self) -> str:
@@ -138,8 +138,8 @@ class Supervisor:
 
     @property
     def deaths(self) -> int:
-        """How often a process died that leaves requests in Triton which never end."""
-        return self._earlier_losses + (self._run.deaths if self._run is not None else 0)
+        """Number of deaths that left requests in Triton which never end."""
+        return self._earlier_deaths + (self._run.deaths if self._run is not None else 0)
 
     def start(self) -> None:
         """Start the process and return at once.
@@ -156,7 +156,7 @@ class Supervisor:
             self._outliving = outliving.pop_all()
 
     def _prepare(self, outliving: contextlib.ExitStack) -> Launch:
-        """All that a start needs, and what `outliving` ends when the server is stopped; raises as `start` does."""
+        """Check and gather everything that a start needs; `outliving` releases it after the stop. Raises as `start`."""
         config = self.config
         if not config.model_repository.is_dir():
             raise ServerError(f"{config.model_repository} is no folder; a model repository is needed")
@@ -196,7 +196,7 @@ class Supervisor:
         )
 
     def wait_ready(self) -> None:
-        """Block until every model is loaded and the server has spoken once.
+        """Block until every model is loaded and the server has spoken a first reply.
 
         Raises:
             ServerNotReady: the server died (the message has the failing model's reason), `ready_timeout_s` passed,
@@ -234,7 +234,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """See whether the server, once ready, goes on; start one again that was ended for a death.
+        """Check a server that was ready; restart it if it was ended for a death.
 
         Raises:
             ServerError: the server ended by itself or listens no more, or it or a stage died too often; the message has
@@ -248,10 +248,10 @@ class Supervisor:
             self._mps_guard.renew()
 
     def _start_again(self, cause: str) -> None:
-        """Start tritonserver anew where it was, until it is ready or `request_stop` is called.
+        """Start tritonserver again on the same ports, until it is ready or `request_stop` is called.
 
         Raises:
-            ServerError: it did not stay as often as the policy allows.
+            ServerError: it ended as often as the policy allows.
         """
         while not self._stop_requested:
             run = self._running()
@@ -261,7 +261,7 @@ class Supervisor:
             self._pause(self._starts.count_start())
             try:
                 self._run = run.again()
-                self._earlier_losses += run.deaths
+                self._earlier_deaths += run.deaths
                 self.wait_ready()
             except ServerError as error:
                 cause = str(error)
@@ -281,10 +281,10 @@ class Supervisor:
         self._stop_at_once = self._stop_at_once or at_once
 
     def drain(self) -> bool:
-        """Take no new request, be not ready, and let open sessions end, for `drain_timeout_s` at most.
+        """Refuse new requests, report not ready, and wait for open sessions, `drain_timeout_s` at most.
 
         Returns:
-            Whether all have ended; not when `request_stop` was called with `at_once`.
+            True if all have ended; False if `request_stop` was called with `at_once`.
         """
         run = self._running()
         if (board := run.board) is None or run.exit_code is not None:
@@ -304,8 +304,8 @@ class Supervisor:
     def stop(self) -> float:
         """Stop the server in order, by force only past its exit timeout; return the seconds it took.
 
-        Open sessions end with an error; see `drain`. No process and no shared memory of the server is left, however it
-        ended. A signal that asks for an end waits until then.
+        Open sessions end with an error; see `drain`. None of its processes or shared memory is left, however
+        it ended. A signal that asks for an end waits until then.
         """
         begin = time.monotonic()
         if self._run is None:
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = parse_options(arguments)
     received: list[int] = []
     try:
-        # Fetching a checkpoint may take long, and nothing is started yet that has to be stopped.
+        # Fetching a checkpoint may take long; a signal then ends the process, since nothing has to be stopped yet.
         with on_signals(exit_at_once):
             model = model_folder(config.model)
             check_files(model)
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServerConfig, received: list[int]) -> None:
-    """Run a server until a signal comes, which is added to `received`."""
+    """Run a server until a signal comes; add the signal to `received`."""
     server = Supervisor(config)
 
     first_at = 0.0

@@ -219,7 +219,7 @@ def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any
 
     Besides those of `RequestLimits`: `max_prompt_tokens` (media included), `max_reply_tokens`, `max_codes` (of speech,
     50 a second) and `max_sessions` (requests at once). A reply may use the part of `engine.max_model_len` that its
-    prompt leaves, so prompt and reply never reach their maxima together. Where the talker bounds the prompt, a silent
+    prompt leaves, so prompt and reply never reach their maxima together. If the talker bounds the prompt, a silent
     reply may have a longer one.
     """
     thinker, talker, token2wav = stages.thinker, stages.talker, stages.token2wav

@@ -30,7 +30,7 @@ from triton_omni.supervisor.readiness import MISSING_BACKEND
 
 
 PERIOD_S = 10.0
-"""In which a line is written `WRITTEN` times at most."""
+"""Seconds in which a line is written `WRITTEN` times at most."""
 WRITTEN = 20
 """More than the frames that the tracebacks of one fault have in common."""
 _MOST_LINES = 1024
@@ -46,7 +46,7 @@ class Repeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[float, int]] = {}
-        """The beginning of a line's period and how often it came in it, the oldest period first."""
+        """By line, the start of its period and its count in it, the oldest period first."""
 
     def pass_on(self, line: str) -> Iterator[str]:
         """Return the text to write for this line, line ends included."""
@@ -76,13 +76,13 @@ class Repeats:
 
 
 _KEPT_LINES = 400
-# How far from its end a log is searched for a crash when no model failed to load: what is further up was survived.
+# Lines at a log's end that are searched for a crash if no model failed to load: the server survived earlier ones.
 _LAST_LINES = 60
 # `E1121 02:22:03.042 42 model_lifecycle.cc:654] "failed to load 'thinker' version 1: Internal: SettingsError: …"`:
 # a message of several lines is quoted, its line ends escaped; the first line has the reason.
 _FAILED_MODEL = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*?)(?:\\n|\"?$)")
 _ERROR = re.compile(r"^(?:E\d{4} .*?\] \"?|error: )(?P<reason>.*?)(?:\\n.*|\"?)$")
-# Lines that tell that something went wrong, and not what.
+# Lines that report a failure without its cause.
 _GENERIC = re.compile(
     r"Stub process .* is not healthy|See root cause above|failed to load all models|has no loaded version"
     r"|Exit timeout expired"
@@ -90,20 +90,20 @@ _GENERIC = re.compile(
 _CXX_EXCEPTION = re.compile(r"terminate called after throwing an instance of '(?P<type>.+)'")
 _CXX_WHAT = re.compile(r"\s*what\(\):\s*(?P<what>.*\S)")
 _HARMLESS = re.compile(rf"{MISSING_BACKEND}|CudaDriverHelper has not been initialized|unable to create stream for")
-"""In the lines about a model that was not to be loaded, and in those that come on every machine without a GPU."""
+"""Part of lines about the model that cannot load on purpose, and of lines on every machine without a GPU."""
 _KILLED = "it was killed (SIGKILL), as by a system that has no memory left"
 _TOLD = {signal.SIGABRT, signal.SIGSEGV}
-"""Signals of which the log says more: Triton writes a line for these two before it ends."""
+"""Signals that the log explains: Triton writes a line for these two before it ends."""
 _TRACEBACK = "Traceback (most recent call last):"
-# A fault; not the two signals that stop a server in order.
+# Signals of a fault, without the two that stop a server in order.
 _SIGNAL = re.compile(r"Fatal Python error: .+|Signal \((?!2\)|15\))\d+\) received\.?|Segmentation fault.*")
 
 
 def find_reason(lines: Sequence[str]) -> str:
-    """Why a server with this output ended, in one sentence.
+    """Return in one sentence why a server with this output ended.
 
-    The first model that failed to load and what it said, else the crash at the end, else the last error line. A crash
-    (a C++ exception, a Python traceback, a fatal signal) tells more than the generic lines that Triton writes after it.
+    It names the first model that failed to load and its message, else the crash at the end, else the last error line.
+    A crash (a C++ exception, a Python traceback, a fatal signal) tells more than Triton's generic lines after it.
     """
     lines = [line for line in lines if not _HARMLESS.search(line)]
     for number, line in enumerate(lines):
@@ -118,7 +118,7 @@ def find_reason(lines: Sequence[str]) -> str:
 
 
 def _crashes(lines: Sequence[str]) -> list[str]:
-    """One line for each crash, in order; bare signals before exceptions, which say more."""
+    """Return one line for each crash, in order; bare signals first, then exceptions, which say more."""
     signals, exceptions, in_traceback = [], [], False
     for number, line in enumerate(lines):
         if found := _CXX_EXCEPTION.search(line):
@@ -133,7 +133,7 @@ def _crashes(lines: Sequence[str]) -> list[str]:
 
 
 def _silent_end(exit_code: int) -> str | None:
-    """The signal that ended a process without a word in its log; None = none did."""
+    """Return the signal that ended a process without a line in its log; None = none did."""
     if exit_code == 128 + signal.SIGKILL:
         return _KILLED
     number = exit_code - 128
@@ -154,14 +154,14 @@ class ServerLog:
 
     @property
     def hint(self) -> str:
-        """Where to read more, as the end of a sentence."""
+        """Return the end of a sentence that names where to read more."""
         return f" (log: {self.path})" if self.path is not None else ""
 
     def open(self) -> None:
-        """Make the file; to be called before there is output that would be lost.
+        """Create the file; call this before there is output to lose.
 
         Raises:
-            ServerError: it cannot be made, as where its folder does not exist, or is the log of a server that runs.
+            ServerError: it cannot be created, for example without its folder, or is the log of a running server.
         """
         if self.path is not None:
             try:
@@ -172,7 +172,7 @@ class ServerLog:
                 raise ServerError(f"the log {self.path} cannot be written ({error.strerror})") from error
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Copy the process's standard output from now on, in a thread of its own; the one before has been settled."""
+        """Copy the process's standard output from now on, on a thread; `settle` the previous process first."""
         if process.stdout is None:
             raise ValueError("the process was started without a pipe for its output")
         if self._sink is None:
@@ -187,15 +187,15 @@ class ServerLog:
             self._pump.join(timeout_s)
 
     def close(self) -> None:
-        """Give the file back, when all output is copied."""
+        """Close the file, once all output is copied."""
         self.settle()
         if self._sink is not None:
-            # Closing a file that could not be written tries it once more.
+            # `close` writes once more what could not be written.
             with suppress(OSError):
                 self._sink.close()
 
     def reason(self, exit_code: int | None = None) -> str:
-        """Why the server died, in one sentence: by `find_reason`, unless a signal ended it before it could say."""
+        """Return in one sentence why the server died: a signal that left no line, or what `find_reason` finds."""
         return _silent_end(exit_code or 0) or find_reason(list(self._tail))
 
     def _copy(self, source: IO[bytes]) -> None:
@@ -211,7 +211,7 @@ class ServerLog:
             self._write(self._sink or sys.stderr, line)
 
     def _write(self, sink: IO[str], line: str) -> None:
-        """Output that nobody reads would stop the server at its next line, so a line that cannot be kept is dropped."""
+        """Write a line, or drop it if that fails: output that nobody reads would block the server."""
         try:
             sink.write(line)
             sink.flush()
@@ -223,7 +223,7 @@ class ServerLog:
 
 
 def _own(path: Path) -> IO[str]:
-    """Open a server's log, empty; a second server would take the lines of a first one that runs."""
+    """Open a server's log, emptied and locked, so that a second server cannot empty it."""
     sink = os.fdopen(_open_own(path), "a", encoding="utf-8")
     if path.is_file():
         try:
@@ -239,10 +239,10 @@ def _own(path: Path) -> IO[str]:
 
 
 def _open_own(path: Path) -> int:
-    """A descriptor of a log. In a folder that is open to all another user may have made it, as a link or a pipe, too.
+    """Return a descriptor of a log. In a folder open to all, another user may have made it, even as a link or a pipe.
 
     Raises:
-        ServerError: so it is, or the file has a second name.
+        ServerError: another user made it, or the file has a second name.
         OSError: it cannot be opened.
     """
     trusted = (0, os.getuid())
@@ -250,7 +250,7 @@ def _open_own(path: Path) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     if is_own_link:
         return os.open(path, flags, 0o666)
-    # A link is not followed; a pipe that nobody reads is not waited for.
+    # Do not follow a link, and do not wait for a reader of a pipe.
     opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     os.set_blocking(opened, True)
     found = os.fstat(opened)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tritonserver process, from its start to its end, with all that watches it.
+"""One tritonserver process, from its start to its end, with everything that watches it.
 
-The supervisor starts one after the other; what they have in common is a `Launch`.
+The supervisor may start several, one after the other; they share a `Launch`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from triton_omni.supervisor.server_log import ServerLog
 from triton_omni.supervisor.start import memory_pool_bytes
 
 KILL_AFTER_S = 5.0
+"""Seconds after Triton's own exit timeout at which the supervisor ends what is left."""
 END_WITHIN_S: Final = 3.0
 """Seconds in which stages tell the clients of open sessions that the server stops."""
 _ALONE_S = 2.0
-"""Seconds that a stopping server has once its stages have left, and where a dead stage keeps it from its end."""
+"""Seconds that a stopping server gets once its stages have left, or if a dead stage keeps it from ending."""
 _LEAVE_WITHIN_S = 15.0
-"""Seconds that the stages of a stopping server have after its last session. Triton keeps one whose last request ended
-after the stage was told to leave, for as long as that request's client holds its stream open.
+"""Seconds that the stages of a stopping server get after its last session. Triton keeps a stage whose last request
+ended after the order to unload, for as long as that request's client holds its stream open.
 """
 _POLL_S: Final = 0.1
 
@@ -70,8 +71,8 @@ def server_command(
         install: the tritonserver.
         repository: its models, laid out for this start.
         ports: of `http`, `grpc` and `metrics`.
-        control_flags: what guards model control, see `ModelControl.flags`.
-        regions: with what the names of its regions of shared memory begin.
+        control_flags: options that protect model control, see `ModelControl.flags`.
+        regions: prefix of the names of its regions of shared memory.
         pools: bytes of each GPU's pool of memory for tensors between models; none = there is no GPU.
         options: names of the options that this tritonserver knows.
         body_limit: bytes of the largest HTTP body that the models take.
@@ -88,7 +89,7 @@ def server_command(
         "--allow-grpc=true",
         f"--grpc-address={config.host}",
         f"--grpc-port={ports['grpc']}",
-        # A stream that is kept for the next keeps all the bytes of its longest reply; one is as quickly made anew.
+        # A pooled stream keeps all the bytes of its longest reply; a new one is made as quickly.
         "--grpc-infer-allocation-pool-size=0",
         "--allow-metrics=true",
         f"--metrics-address={config.host}",
@@ -109,9 +110,6 @@ def server_command(
     return command
 
 
-# Triton stops by itself within its exit timeout; what is left after this much more is ended.
-
-
 @dataclass(frozen=True)
 class Launch:
     """Facts that all processes of one server share."""
@@ -124,11 +122,11 @@ class Launch:
     ports: Mapping[str, int]
     """Ports of `http`, `grpc` and `metrics`."""
     regions: str
-    """With what the names of Triton's regions of shared memory begin."""
+    """Prefix of the names of Triton's regions of shared memory."""
     environment: Mapping[str, str]
     control: ModelControl
     options: frozenset[str]
-    """That this tritonserver knows."""
+    """Names of the options that this tritonserver knows."""
 
     def command(self, repository: Path) -> list[str]:
         """Return tritonserver's command for a repository that was laid out; raise `ServerError` for invalid
@@ -198,12 +196,12 @@ class ServerRun:
 
     @property
     def deaths(self) -> int:
-        """How often a process died that leaves requests in Triton which never end."""
+        """Number of deaths that left requests in Triton which never end."""
         return self._restarter.deaths if self._restarter is not None else 0
 
     @property
     def ended_for(self) -> str | None:
-        """For which death this server was ended, and is to be started again; None = for none."""
+        """The death for which this server was ended, and is to be started again; None = none."""
         return self._restarter.ended_for if self._restarter is not None else None
 
     def is_ready(self) -> bool:
@@ -213,7 +211,7 @@ class ServerRun:
         return self._probe.is_ready()
 
     def watch(self) -> None:
-        """See to the stages of a server that is ready from here on."""
+        """Watch the stages of a server that is ready, from now on."""
         config = self.launch.config
         version = server_version(address(own_host(config.host), self.launch.ports["http"]))
         if config.stall_guard and (warning := guard_warning(version)) is not None:
@@ -230,13 +228,13 @@ class ServerRun:
         self._restarter.start()
 
     def check(self) -> None:
-        """See whether the server, once ready, goes on or was ended for a death; replace its guard where that is gone.
+        """Check a server that was ready: raise if it failed, and replace its guard process if that is gone.
 
         Raises:
             ServerError: it ended by itself or listens no more, or a stage died too often; the message has the reason.
         """
         exit_code = self.exit_code
-        if self.ended_for is not None:  # said before it is ended, so asked afterwards
+        if self.ended_for is not None:  # set before the process ends, so read after its exit code
             return
         if exit_code is not None:
             raise ServerError(self.why_it_ended())
@@ -247,12 +245,12 @@ class ServerRun:
         self._guard.renew()
 
     def why_it_ended(self) -> str:
-        """One sentence about a process that has ended, of which nothing is left then."""
+        """Remove what the ended process left, and return one sentence on why it ended."""
         self.remove_leftovers()
         return f"the server ended with code {self.exit_code}: {self._log.reason(self.exit_code)}{self._log.hint}"
 
     def say_leaving(self) -> None:
-        """Be not ready for good."""
+        """Make the server not ready, for good."""
         if self._readiness is not None:
             self._readiness.end()
 
@@ -270,7 +268,7 @@ class ServerRun:
 
     def remove_leftovers(self) -> None:
         """End what is left of the server, and remove what it leaves."""
-        # Once: the number of a group that is gone may be another's later.
+        # Once: the id of a group that is gone may be reused.
         if self._ended:
             return
         self._ended, self._board = True, None
@@ -292,11 +290,11 @@ class ServerRun:
             kill_group(self.process.pid)
 
     def _unload(self) -> bool:
-        """Have Triton end all models; whether it took that on.
+        """Have Triton unload all models; return whether it accepted that.
 
-        Told to stop, Triton waits for every client that holds a gRPC stream open, also for one without a request; since
-        2.58 before it unloads the models. So they leave first, and then nothing is lost with such a client. Not while a
-        stage is loaded, which Triton may finish first.
+        A stopping Triton waits for every client that holds a gRPC stream open, even without a request, and since 2.58
+        it does so before it unloads the models. So the models leave first, and such a client loses nothing when it is
+        cut off. Nothing is unloaded during a restart, since Triton may finish that load first.
         """
         if self._board is None or (self._restarter is not None and self._restarter.is_restarting):
             return False
@@ -309,8 +307,9 @@ class ServerRun:
         return True
 
     def _await_end(self) -> None:
-        """Tell the server to stop when its stages have left, and wait for its end. The wait ends a while after the last
-        stage or the last session has left, and at the exit timeout at the latest.
+        """Stop the server once its stages have left, and wait for its end.
+
+        The wait ends a while after the last stage or session has left, and at the exit timeout at the latest.
         """
         begin = last_stage = last_session = time.monotonic()
         unloads = self._unload()
@@ -332,8 +331,8 @@ class ServerRun:
             time.sleep(_POLL_S)
 
     def _is_held_up_by_the_dead(self) -> bool:
-        """True if Triton has no open session and only waits for a stage. A dead stage's requests never end, and a new
-        stage must load.
+        """True if Triton has no open session and only waits for a stage: a dead one, whose requests never end, or a new
+        one, which must load.
         """
         if self._restarter is None or self._board is None:
             return False

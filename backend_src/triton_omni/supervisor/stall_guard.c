@@ -33,8 +33,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef PATIENCE_MS
-#error "PATIENCE_MS: for how long a wait that has timed out goes on"
+#ifndef STALL_LIMIT_MS
+#error "STALL_LIMIT_MS: how long a wait that has timed out continues"
 #endif
 enum { SLICE_MS = 50, NS_A_MS = 1000000, NS_A_S = 1000000000, STAGES = 64 };
 /* TRITONSERVER_ERROR_INVALID_ARG */
@@ -101,7 +101,7 @@ int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
         return timed_wait(semaphore, until);
     pid_t stage = stage_behind(semaphore);
     int result = timed_wait(semaphore, until);
-    for (int waited = 0; result != 0 && errno == ETIMEDOUT && waited < PATIENCE_MS; waited += SLICE_MS) {
+    for (int waited = 0; result != 0 && errno == ETIMEDOUT && waited < STALL_LIMIT_MS; waited += SLICE_MS) {
         struct timespec next;
         if (has_ended(stage != 0 ? P_PID : P_ALL, stage)) {
             errno = ETIMEDOUT;

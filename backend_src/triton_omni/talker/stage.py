@@ -177,10 +177,10 @@ class TalkerStage:
         # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
         # that has just ended.
         self._sender.send(sessions.values(), self._interval_ns)
-        held = self._ledger.device_claimed()
-        self._engine.hold(held)
-        self._loop.waits_for = self._health.waits_for("claim" if held else None)
-        if held:
+        paused = self._ledger.device_claimed()
+        self._engine.pause(paused)
+        self._loop.waits_for = self._health.waits_for("claim" if paused else None)
+        if paused:
             delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)
@@ -193,7 +193,7 @@ class TalkerStage:
             self._batches.observe(len(outputs))
         pairs = [(session, output) for output in outputs if (session := self._sessions.open.get(output.key))]
         for session, output in pairs:
-            self._take(session, output)
+            self._handle_output(session, output)
         open_now = [session for session, _ in pairs if session.key.name in self._sessions.open]
         self._sender.send(open_now, self._interval_ns)
 
@@ -239,7 +239,7 @@ class TalkerStage:
         Raises:
             BadRequest: the voice is unknown.
             TooLarge: the prompt leaves no room for codes.
-            Overloaded: the rows cannot be had.
+            Overloaded: there is no room for the rows.
             InternalError: the thinker sent no positions.
         """
         request = session.session
@@ -287,7 +287,7 @@ class TalkerStage:
             session.send_queue.finish_text()
         self._sender.send([session], self._interval_ns)
 
-    def _take(self, session: OpenSession, output: TalkerOutput) -> None:
+    def _handle_output(self, session: OpenSession, output: TalkerOutput) -> None:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="talker"))
             return

@@ -183,16 +183,16 @@ class OpenSession:
         still = any(ledger.silent_for(stage) > STILL_S for stage in later)
         return not still or now_ns - self.deadline_ns > HELD_UP_AT_MOST_S * 1e9
 
-    def open(self, prepared: Preprocessed) -> ThinkerMessage:
+    def open(self, preprocessed: Preprocessed) -> ThinkerMessage:
         """Return the session's first message but heartbeats. Rows of a prompt with names wait for `see_begin`."""
-        self.session = msgspec.structs.replace(prepared.session, traceparent=self.span.traceparent)
+        self.session = msgspec.structs.replace(preprocessed.session, traceparent=self.span.traceparent)
         # The talker starts with the prompt's rows and the first row of the reply.
-        self.send_queue.start = prepared.session.prompt_tokens + 1
-        prefixes = prepared.placed.prefixes if prepared.session.want_audio else None
+        self.send_queue.start = preprocessed.session.prompt_tokens + 1
+        prefixes = preprocessed.placed.prefixes if preprocessed.session.want_audio else None
         self.send_queue.awaits_begin = prefixes is not None
-        if not prepared.session.want_audio:
+        if not preprocessed.session.want_audio:
             self.send_queue.finish_tensors()
-        positions = extend_positions(prepared.placed.positions, 2)
+        positions = extend_positions(preprocessed.placed.positions, 2)
         return ThinkerMessage(
             key=self.key, kind=Kind.OPEN, session=self.session, positions=positions, prefixes=prefixes
         )

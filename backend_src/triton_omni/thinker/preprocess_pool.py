@@ -16,30 +16,30 @@ from triton_omni.core.errors import InternalError, OmniError
 from triton_omni.core.metrics import Metric
 from triton_omni.request.parse import RawRequest
 from triton_omni.thinker.open_session import OpenSession
-from triton_omni.thinker.preprocessed import Intake, Preprocessed, TakeTimeout
+from triton_omni.thinker.preprocessed import Preprocessed, RequestPreprocessor, TakeTimeout
 
-PreparedT = TypeVar("PreparedT", bound=Preprocessed | None)
-_Prepare = Callable[[RawRequest, int, TakeTimeout], PreparedT]
+PreprocessedT = TypeVar("PreprocessedT", bound=Preprocessed | None)
+_Preprocess = Callable[[RawRequest, int, TakeTimeout], PreprocessedT]
 
 logger = logging.getLogger(__name__)
 
 
 class PreprocessPool:
-    """Runs the intake on the calling thread or on a pool.
+    """Runs a preprocessor on the calling thread or on a pool.
 
     Args:
         threads: maximum number of requests preprocessed at once, not counting those on the calling thread.
     """
 
-    def __init__(self, intake: Intake, threads: int) -> None:
-        self._intake = intake
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="omni-intake")
+    def __init__(self, preprocessor: RequestPreprocessor, threads: int) -> None:
+        self._preprocessor = preprocessor
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="omni-preprocessor")
 
     def at_once(
         self, session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout
     ) -> Preprocessed | OmniError | None:
         """Return the preprocessed request, or the error that refuses it; None if it must be done by `later`."""
-        return _tried(self._intake.prepare_at_once, session, raw, take_timeout)
+        return _tried(self._preprocessor.preprocess_at_once, session, raw, take_timeout)
 
     def later(
         self,
@@ -55,33 +55,33 @@ class PreprocessPool:
         def is_wanted() -> bool:
             return not session.ended_ns
 
-        def prepare() -> None:
+        def preprocess() -> None:
             # A session cancelled while it waited has freed its slot, so it must not delay others here.
             waiting, session.raw = session.raw, None
             if waiting is not None and is_wanted():
-                asked = functools.partial(self._intake.prepare, is_wanted=is_wanted)
+                asked = functools.partial(self._preprocessor.preprocess, is_wanted=is_wanted)
                 then(_tried(asked, session, waiting, take_timeout))
 
-        self._pool.submit(prepare)
+        self._pool.submit(preprocess)
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield the intake's metrics."""
-        yield from self._intake.metrics()
+        """Yield the preprocessor's metrics."""
+        yield from self._preprocessor.metrics()
 
     def close(self) -> None:
         """Start nothing more. Running work is not waited for; its results are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._intake.close()
+        self._preprocessor.close()
 
 
 def _tried(
-    prepare: _Prepare[PreparedT], session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout
-) -> PreparedT | OmniError:
+    preprocess: _Preprocess[PreprocessedT], session: OpenSession, raw: RawRequest, take_timeout: TakeTimeout
+) -> PreprocessedT | OmniError:
     try:
-        return prepare(raw, session.accepted_ns, take_timeout)
+        return preprocess(raw, session.accepted_ns, take_timeout)
     except OmniError as error:
         error.stage = error.stage or "thinker"
         return error
     except Exception:
-        logger.exception("request %s: preparing it failed", session.label)
-        return InternalError("preparing the request failed", stage="thinker")
+        logger.exception("request %s: preprocessing it failed", session.label)
+        return InternalError("preprocessing the request failed", stage="thinker")

@@ -30,15 +30,15 @@ class Preprocessed:
     session: Session
 
 
-class Intake(Protocol):
+class RequestPreprocessor(Protocol):
     """Preprocesses a client's request for the engine; called on several threads."""
 
-    def prepare_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Preprocessed | None:
-        """Run `prepare` on a short text if that is faster than a hand-over to another thread; return None for all other
+    def preprocess_at_once(self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout) -> Preprocessed | None:
+        """Preprocess a short text if that is faster than a hand-over to another thread; return None for all other
         requests.
         """
 
-    def prepare(
+    def preprocess(
         self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
     ) -> Preprocessed:
         """Check, decode and tokenise. `take_timeout` is called as soon as the timeout is known, before media are

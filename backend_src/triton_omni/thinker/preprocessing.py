@@ -83,41 +83,41 @@ class Preprocessor:
             voices=frozenset(speakers.names),
         )
 
-    def prepare_at_once(
+    def preprocess_at_once(
         self, raw: RawRequest, accepted_ns: int, take_timeout: TakeTimeout = _ignore
     ) -> Preprocessed | None:
-        """See `preprocessed.Intake`; raises what `prepare` does."""
+        """See `preprocessed.RequestPreprocessor`; raises what `preprocess` does."""
         if raw.media or _size(raw) > SHORT_BYTES:
             return None
         request = parse_request(raw, self._limits, self._defaults)
         if request.media or request.thinker.json_schema is not None or request.tools is not None:
             return None
-        return self._prepare(request, accepted_ns, take_timeout, _always)
+        return self._preprocess(request, accepted_ns, take_timeout, _always)
 
-    def prepare(
+    def preprocess(
         self,
         raw: RawRequest,
         accepted_ns: int,
         take_timeout: TakeTimeout = _ignore,
         is_wanted: IsWanted = _always,
     ) -> Preprocessed:
-        """Check, decode and tokenise one request; see `preprocessed.Intake`.
+        """Check, decode and tokenise one request; see `preprocessed.RequestPreprocessor`.
 
         Raises:
             BadRequest: something is wrong in the request itself.
             TooLarge: a limit of this deployment is exceeded.
         """
-        return self._prepare(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
+        return self._preprocess(parse_request(raw, self._limits, self._defaults), accepted_ns, take_timeout, is_wanted)
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield the metrics of the media cache; see `preprocessed.Intake`."""
+        """Yield the metrics of the media cache; see `preprocessed.RequestPreprocessor`."""
         yield from self._cache.metrics()
 
     def close(self) -> None:
-        """End the processes that decode; see `preprocessed.Intake`."""
+        """End the processes that decode; see `preprocessed.RequestPreprocessor`."""
         self._decoders.close()
 
-    def _prepare(
+    def _preprocess(
         self, request: OmniRequest, accepted_ns: int, take_timeout: TakeTimeout, is_wanted: IsWanted
     ) -> Preprocessed:
         take_timeout(request.timeout_s)

@@ -62,7 +62,7 @@ class OutcomeCounter:
 
 
 class RequestMetrics:
-    """Metrics that the stage's loop updates; `figures` is called by another thread.
+    """Metrics that the stage's loop updates; another thread calls `metrics`.
 
     Args:
         ledger: where the other stages publish how they ended a request.

@@ -33,7 +33,7 @@ from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import (
     CLAIMED_POLL_S,
-    REVIVED_AFTER_MS,
+    RETRY_AFTER_RESTART_MS,
     SOON_S,
     ResponseSender,
     StageStats,
@@ -46,7 +46,7 @@ from triton_omni.session.wire import Kind, ThinkerMessage
 from triton_omni.thinker import direct_calls
 from triton_omni.thinker.open_session import OpenSession
 from triton_omni.thinker.preprocess_pool import PreprocessPool
-from triton_omni.thinker.preprocessed import Intake, Preprocessed
+from triton_omni.thinker.preprocessed import Preprocessed, RequestPreprocessor
 from triton_omni.thinker.request_metrics import RequestMetrics
 from triton_omni.thinker.slots import Slots
 
@@ -64,7 +64,7 @@ class ThinkerStage:
 
     Args:
         engine: stepped by this stage's loop alone.
-        intake: turns a raw request into a prepared one.
+        preprocessor: checks, decodes and tokenises raw requests.
         device: of the engine.
         hidden_size: H of the rows; dtype: of the links, the same in the talker.
         tracer: of the stage's spans.
@@ -74,7 +74,7 @@ class ThinkerStage:
         self,
         settings: ThinkerSettings,
         engine: ThinkerEngine,
-        intake: Intake,
+        preprocessor: RequestPreprocessor,
         ledger: SessionLedger,
         *,
         device: torch.device,
@@ -88,7 +88,7 @@ class ThinkerStage:
         self._slots = Slots(ledger, settings.max_sessions)
         self._device = device
         self._open: dict[str, OpenSession] = {}
-        self._preparing = PreprocessPool(intake, settings.preprocess_threads)
+        self._preprocess_pool = PreprocessPool(preprocessor, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
         seal = ledger.seal("thinker")
@@ -140,7 +140,7 @@ class ThinkerStage:
         """End every session with an error, then stop the engine."""
         self._loop.post(lambda: self._end_all(InternalError("the server is shutting down")))
         # Running preprocessing is not waited for: its sessions are answered, and its results are dropped.
-        self._preparing.close()
+        self._preprocess_pool.close()
         if self._loop.stop():
             self._leave_all()
             self._sender.ring.close()
@@ -159,7 +159,7 @@ class ThinkerStage:
         yield from self._health.metrics()
         yield from self._sender.metrics([session for session in open_now if not session.ended_ns])
         yield from self.request_metrics.metrics(open_now, self._slots.taken)
-        yield from self._preparing.metrics()
+        yield from self._preprocess_pool.metrics()
         yield from memory_metrics(self._device)
 
     def _no_slot(self) -> OmniError:
@@ -171,19 +171,19 @@ class ThinkerStage:
         and holds its request: if this process dies, the client is answered from there.
         """
         take_timeout = functools.partial(self._take_timeout, session)
-        prepared = self._preparing.at_once(session, raw, take_timeout)
-        if isinstance(prepared, Preprocessed):
-            self._open_session(session, prepared)
-        elif prepared is None:
+        preprocessed = self._preprocess_pool.at_once(session, raw, take_timeout)
+        if isinstance(preprocessed, Preprocessed):
+            self._open_session(session, preprocessed)
+        elif preprocessed is None:
             self._sender.send_message(session, ThinkerMessage(key=session.key, kind=Kind.HEARTBEAT))
-        self._loop.post(functools.partial(self._begin, session))
-        if prepared is None:
-            self._preparing.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
+        self._loop.post(functools.partial(self._register, session))
+        if preprocessed is None:
+            self._preprocess_pool.later(session, raw, take_timeout, functools.partial(self._post_admission, session))
         else:
-            self._post_admission(session, prepared)
+            self._post_admission(session, preprocessed)
 
-    def _post_admission(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
-        self._loop.post(functools.partial(self._admit, session, prepared))
+    def _post_admission(self, session: OpenSession, preprocessed: Preprocessed | OmniError) -> None:
+        self._loop.post(functools.partial(self._admit, session, preprocessed))
 
     def _take_timeout(self, session: OpenSession, seconds: float) -> None:
         session.deadline_ns = session.accepted_ns + int(seconds * 1e9)
@@ -206,7 +206,7 @@ class ThinkerStage:
         pairs = [(session, output) for output in outputs if (session := self._open.get(output.key)) is not None]
         for session, output in pairs:
             if not session.ended_ns:
-                self._take(session, output)
+                self._handle_output(session, output)
         self._send(session for session, _ in pairs)
 
     def poll(self) -> float:
@@ -222,12 +222,12 @@ class ThinkerStage:
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
         rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
-        held = rule is not None
-        self._engine.hold(held)
+        paused = rule is not None
+        self._engine.pause(paused)
         self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()
-        return CLAIMED_POLL_S if held else delay
+        return CLAIMED_POLL_S if paused else delay
 
     def _must_pause(self, now: int) -> bool:
         """Return True if every pending first window waits only for the later stages."""
@@ -243,39 +243,39 @@ class ThinkerStage:
         """Handle an exception of the engine: end every session with an error, refuse later ones."""
         self._health.fail(error, self._end_all)
 
-    def _begin(self, session: OpenSession) -> None:
+    def _register(self, session: OpenSession) -> None:
         self._open[session.key.name] = session
         if self._health.failure is not None:
             self._fail(session, self._health.failure)
 
-    def _admit(self, session: OpenSession, prepared: Preprocessed | OmniError) -> None:
+    def _admit(self, session: OpenSession, preprocessed: Preprocessed | OmniError) -> None:
         if session.ended_ns:
             return
-        if isinstance(prepared, OmniError):
-            self._fail(session, prepared)
+        if isinstance(preprocessed, OmniError):
+            self._fail(session, preprocessed)
             return
         if session.session is None:
-            self._open_session(session, prepared)
+            self._open_session(session, preprocessed)
         try:
             self._engine.add_sequence(
                 session.key.name,
-                prepared.placed,
-                prepared.sampling,
-                want_rows=prepared.session.want_audio,
-                priority=prepared.session.priority,
+                preprocessed.placed,
+                preprocessed.sampling,
+                want_rows=preprocessed.session.want_audio,
+                priority=preprocessed.session.priority,
             )
         except Exception as error:  # noqa: BLE001 - what the engine cannot take must not end the stage
             refusal = as_omni_error(error, session.label)
             refusal.stage = refusal.stage or "thinker"
             self._fail(session, refusal)
         else:
-            self.request_metrics.prompt_tokens += prepared.session.prompt_tokens
+            self.request_metrics.prompt_tokens += preprocessed.session.prompt_tokens
 
-    def _open_session(self, session: OpenSession, prepared: Preprocessed) -> None:
+    def _open_session(self, session: OpenSession, preprocessed: Preprocessed) -> None:
         """Send `OPEN` to the later stages; called by the loop, or before the loop has the session."""
-        self._sender.send_message(session, session.open(prepared))
+        self._sender.send_message(session, session.open(preprocessed))
 
-    def _take(self, session: OpenSession, output: ThinkerOutput) -> None:
+    def _handle_output(self, session: OpenSession, output: ThinkerOutput) -> None:
         if output.error is not None:
             kind = BadRequest if output.is_refused else InternalError
             self._fail(session, kind(output.error, stage="thinker"))
@@ -404,9 +404,9 @@ class ThinkerStage:
 
 def _leaving_error() -> Overloaded:
     """Return the error that refuses requests and ends sessions while the server stops."""
-    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=REVIVED_AFTER_MS)
+    return Overloaded("the server is shutting down", stage="thinker", retry_after_ms=RETRY_AFTER_RESTART_MS)
 
 
 def _restart_refusal(stage: StageName) -> Overloaded:
     """Return the error that refuses a request while `stage` restarts."""
-    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=REVIVED_AFTER_MS)
+    return Overloaded(f"{stage} is being started again", stage=stage, retry_after_ms=RETRY_AFTER_RESTART_MS)

@@ -202,7 +202,7 @@ def block_attention(
 
 
 @triton.jit
-def _leave_past(
+def _store_past(
     qkv,
     pages,
     left,
@@ -240,7 +240,7 @@ def leave_past(qkv: Tensor, past: LayerKVCache, *, heads: int, early: bool = Fal
     rows, width = qkv.shape
     blocks = len(past.left)
     block_size = rows // blocks
-    _leave_past[(blocks, heads)](
+    _store_past[(blocks, heads)](
         qkv,
         past.pages,
         past.left,

@@ -61,7 +61,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where W windows lie in a batch of N blocks, and which blocks are neighbours in time."""
+    """Positions of W windows in a batch of N blocks, and the blocks that are neighbours in time."""
 
     lengths: tuple[int, ...]
     """Mel frames of each window."""

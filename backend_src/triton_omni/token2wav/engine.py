@@ -21,7 +21,7 @@ from torch import Tensor
 
 from triton_omni.checkpoint.facts import SAMPLE_RATE
 from triton_omni.core.errors import BadRequest, Overloaded, TooLarge
-from triton_omni.core.metrics import SpentOn
+from triton_omni.core.metrics import LoopActivity
 from triton_omni.core.settings import DiffusionSettings, Token2WavSettings, describe_validation
 from triton_omni.policy.rules import Snapshot, next_batch, wants_claim
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
@@ -158,7 +158,7 @@ class Token2WavEngine:
             outputs += self._launch()
         outputs = outputs or self._finished_windows()
         if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
-            with SpentOn("device" if self._flights or self._launchings else "gather"):
+            with LoopActivity("device" if self._flights or self._launchings else "gather"):
                 time.sleep(NAP_S)
         return outputs
 

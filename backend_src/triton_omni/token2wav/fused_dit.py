@@ -77,7 +77,7 @@ class FusedDiT:
         self._heads = dit.config.num_heads
         self._tiled = fit(dit.rotary_frequencies.device, dtype)
         self._layers = [self._fuse(cast(Layer, layer)) for layer in dit.transformer_blocks]
-        self._leave = _Projection.of(dit.proj_out, dtype=dtype)
+        self._project_out = _Projection.of(dit.proj_out, dtype=dtype)
 
     def velocity_for(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
@@ -130,7 +130,7 @@ class FusedDiT:
             normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale, early=early)
             branch, gate = layer.leave(layer.enter.gelu(normed, tilings.enter), tilings.leave), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
-        velocity = self._leave(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
+        velocity = self._project_out(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
         return velocity.view(*condition.shape[:2], -1)
 
     def _residual_norm(

@@ -164,7 +164,7 @@ _Kind = tuple[int, Solver, bool]
 
 
 @dataclass
-class _Seated:
+class _LoadedFlow:
     """A flow that is being solved."""
 
     flow: Flow
@@ -212,7 +212,7 @@ class GraphedSolver:
         self._rotary = _rotary_by_layout(dit, past.pages.device)
         self._sizes = sorted(set(sizes))
         self._graphs: dict[_Kind, tuple[_Inputs, _Recorded]] = {}
-        self._seated: dict[_Kind, _Seated] = {}
+        self._loaded: dict[_Kind, _LoadedFlow] = {}
         self._angles_of: dict[_Kind, tuple[int, ...]] = {}
         """Lengths of the windows whose angles a graph's tensors hold; the next batch often has the same."""
         # The largest first: the smaller ones then fit into its memory.
@@ -230,36 +230,36 @@ class GraphedSolver:
         evaluations = EVALUATIONS_A_STEP[flow.solver]
         numbers = evaluation_numbers(flow.past.evaluations, noise.device)
         modulations, numbers_by_step = (torch.split(table, evaluations) for table in (flow.modulation, numbers))
-        mine = _Seated(flow, noise)
+        mine = _LoadedFlow(flow, noise)
         try:
             for place, width in enumerate(flow.grid.diff().tolist()):
                 if place:
                     yield
-                self._sit(mine, kind)
+                self._load(mine, kind)
                 inputs.modulation.copy_(modulations[place])
                 inputs.past.numbers.copy_(numbers_by_step[place])
                 inputs.width.fill_(width)
                 recorded.graph.replay()
             return inputs.state[: len(noise)].clone()
         finally:
-            if self._seated.get(kind) is mine:
-                del self._seated[kind]
+            if self._loaded.get(kind) is mine:
+                del self._loaded[kind]
 
-    def _sit(self, mine: _Seated, kind: _Kind) -> None:
+    def _load(self, mine: _LoadedFlow, kind: _Kind) -> None:
         """Load this flow into the graph's tensors."""
-        (inputs, _), other = self._graphs[kind], self._seated.get(kind)
+        (inputs, _), other = self._graphs[kind], self._loaded.get(kind)
         if other is mine:
             return
         if other is not None:
             # If memory is missing for this, the other flow stays where it is.
             other.state = inputs.state[: len(other.state)].clone()
-            del self._seated[kind]
+            del self._loaded[kind]
         inputs.load(mine.state, mine.flow)
         lengths = mine.flow.layout.lengths
         if self._angles_of.get(kind) != lengths:
             inputs.copy_angles(self._rotary(lengths))
             self._angles_of[kind] = lengths
-        self._seated[kind] = mine
+        self._loaded[kind] = mine
 
     def _graph(self, size: int, solver: Solver, guided: bool) -> tuple[_Inputs, _Recorded]:
         kind = size, solver, guided

@@ -167,7 +167,7 @@ class Token2WavStage:
         for output in outputs:
             session = self._sessions.open.get(output.key)
             if session is not None and session.error is None:
-                self._take(session, output)
+                self._handle_output(session, output)
 
     def fail(self, error: Exception) -> None:
         """Handle an exception of the engine: end every session with an error, refuse later ones."""
@@ -216,7 +216,7 @@ class Token2WavStage:
         if session.is_fed:
             self._ledger.write(session.key, WANTED, self._engine.wanted(session.key.name))
 
-    def _take(self, session: OpenSession, output: AudioOutput) -> None:
+    def _handle_output(self, session: OpenSession, output: AudioOutput) -> None:
         if output.error is not None:
             self.fail_session(session, InternalError(output.error, stage="token2wav"))
             return

@@ -141,7 +141,7 @@ class Chat:
             if line == "/quit":
                 break
             try:
-                self._take(line)
+                self._handle_line(line)
             except OmniClientError as error:
                 failed = True
                 report(error, self._url, as_json=self._as_json)
@@ -162,7 +162,7 @@ class Chat:
             except KeyboardInterrupt:
                 raise typer.Exit(INTERRUPTED) from None
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         if line.startswith("/"):
             name, _, argument = line[1:].partition(" ")
             command = self._commands.get(name)

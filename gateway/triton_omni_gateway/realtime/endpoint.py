@@ -144,11 +144,11 @@ async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             return
-        await _take(session, outbox, message["bytes"])
+        await _handle_message(session, outbox, message["bytes"])
         await asyncio.sleep(0)  # many that are there already must not hold others up
 
 
-async def _take(session: Session, outbox: Outbox, text: bytes) -> None:
+async def _handle_message(session: Session, outbox: Outbox, text: bytes) -> None:
     event_id = None
     try:
         event = await asyncio.to_thread(read_event, text) if len(text) > _PARSED_AT_ONCE else read_event(text)

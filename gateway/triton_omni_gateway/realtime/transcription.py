@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from triton_omni_client import Info, OmniClientError, TextDelta
-from triton_omni_gateway.errors import GatewayError, Told, bad_request, broken
+from triton_omni_gateway.errors import GatewayError, Refusal, bad_request, broken
 from triton_omni_gateway.replies import token_counts, usage
 from triton_omni_gateway.transcription import listening_request
 
@@ -66,7 +66,7 @@ class Transcriber:
             try:
                 await self._stream(item, asked)
             except OmniClientError as error:
-                self._fail(item, await self._servers.explain(error, Told, item.item_id))
+                self._fail(item, await self._servers.explain(error, Refusal, item.item_id))
             except Exception:
                 logger.exception("the transcription of %s failed", item.item_id)
                 self._fail(item, broken(item.item_id))

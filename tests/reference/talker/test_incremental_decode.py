@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that go on give the codes of vLLM's own steps, and leave vLLM's records as those would."""
+"""Incremental steps give the codes of vLLM's own steps, and leave vLLM's records as those would."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LONG = replace(GREEDY, max_tokens=200, min_tokens=200)
 
 
 class Pair:
-    """Two engines that are told the same: one goes on where it can, the other schedules every step in vLLM's way."""
+    """Two engines of the same calls: one takes incremental steps where it can, the other only vLLM's own."""
 
     def __init__(self, engines, monkeypatch):
         self.engines = engines
         self.spoken = [Spoken(), Spoken()]
-        self.steady = []
-        """Sequences of each step that went on."""
+        self.incremental = []
+        """Sequences of each incremental step."""
         plain = self.engines[1]
         monkeypatch.setattr(plain._core.scheduler, "schedule_further", lambda: None)
         for engine in engines:
-            for name in ("go_on", "execute_model"):
+            for name in ("launch_incremental", "execute_model"):
                 self._watch(engine._runner, name, monkeypatch)
 
     def _watch(self, runner, name, monkeypatch):
@@ -35,8 +35,8 @@ class Pair:
 
         def watched(step, *arguments):
             shares = step.num_scheduled_tokens
-            if name == "go_on":
-                self.steady.append(len(shares))
+            if name == "launch_incremental":
+                self.incremental.append(len(shares))
             if shares:
                 monkeypatch.setattr(runner, "taking_part", list(shares), raising=False)
             return launch(step, *arguments)
@@ -91,7 +91,7 @@ def pair(engines, monkeypatch):
     assert left == []
 
 
-def test_steps_that_go_on_are_vllms_while_the_batch_changes(pair, cases):
+def test_incremental_steps_are_vllms_while_the_batch_changes(pair, cases):
     for number, case in enumerate(cases[:5]):
         # Each begins while the others decode, waits for rows in between, and ends when it will.
         pair.each("open", str(number), case.prompt, SAMPLED if number % 2 else GREEDY)
@@ -102,33 +102,33 @@ def test_steps_that_go_on_are_vllms_while_the_batch_changes(pair, cases):
         pair.step(6)
     pair.each("abort", "1")
     pair.drain().close()
-    assert len(set(pair.steady)) > 2
-    assert len(pair.steady) > 20
+    assert len(set(pair.incremental)) > 2
+    assert len(pair.incremental) > 20
 
 
-def test_a_step_goes_on_right_behind_prompts(pair, cases):
+def test_a_step_is_incremental_right_after_prompts(pair, cases):
     for number in range(3):
         # All but the first beside those that decode.
         pair.speak(cases, number)
-        before = len(pair.steady)
+        before = len(pair.incremental)
         pair.step()
-        assert len(pair.steady) == before
+        assert len(pair.incremental) == before
         pair.step(2)
-        assert pair.steady[before:] == [number + 1, number + 1]
+        assert pair.incremental[before:] == [number + 1, number + 1]
     # Behind a prompt's step, and its one row, somebody waits whose place is kept.
     pair.each("open", "short", cases[3].prompt, LONG)
     pair.each("feed", "short", cases[3].rows[: cases[3].prompt_rows + 1])
-    before = len(pair.steady)
+    before = len(pair.incremental)
     pair.step(4)
-    assert pair.steady[before:] == [3, 3, 3]
+    assert pair.incremental[before:] == [3, 3, 3]
     pair.each("feed", "short", cases[3].rows[cases[3].prompt_rows + 1 :])
     pair.each("end", "short")
     pair.step(2)
-    assert pair.steady[before:] == [3, 3, 3, 4, 4]
+    assert pair.incremental[before:] == [3, 3, 3, 4, 4]
     pair.drain().close()
 
 
-def test_steps_that_go_on_are_vllms_where_rows_run_out(pair, cases):
+def test_incremental_steps_are_vllms_where_rows_run_out(pair, cases):
     for number in (2, 4):
         pair.each("open", str(number), cases[number].prompt, LONG)
         pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + 6])
@@ -139,10 +139,10 @@ def test_steps_that_go_on_are_vllms_where_rows_run_out(pair, cases):
     pair.each("end", "2")
     pair.each("end", "4")
     pair.drain().close()
-    assert {1, 2} <= set(pair.steady)
+    assert {1, 2} <= set(pair.incremental)
 
 
-def test_steps_that_go_on_are_vllms_across_cache_blocks(pair, cases):
+def test_incremental_steps_are_vllms_across_cache_blocks(pair, cases):
     """Sequences of different lengths reach the end of a block in different steps, two hundred steps on end."""
     for number, case in enumerate(cases[:4]):
         pair.each("open", str(number), case.prompt, LONG)
@@ -151,7 +151,7 @@ def test_steps_that_go_on_are_vllms_across_cache_blocks(pair, cases):
     pair.step(150)
     pair.each("abort", "2")
     pair.drain().close()
-    assert len(pair.steady) > 180
+    assert len(pair.incremental) > 180
 
 
 def test_a_sequence_ends_with_its_stop_code_while_others_go_on(pair, talker, cases):
@@ -166,7 +166,7 @@ def test_a_sequence_ends_with_its_stop_code_while_others_go_on(pair, talker, cas
     assert [pair.spoken[0].of(str(number)) for number in range(len(cases))] == expected
 
 
-def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, cases):
+def test_a_sequence_that_is_not_finite_ends_alone_in_an_incremental_step(pair, cases):
     pair.speak(cases, 2, 4)
     pair.step(8)
     for engine in pair.engines:
@@ -178,7 +178,7 @@ def test_a_sequence_that_is_not_finite_ends_alone_in_a_step_that_goes_on(pair, c
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once, monkeypatch):
+def test_steps_are_incremental_after_a_wait_for_rows(pair, cases, at_once, monkeypatch):
     """A reply's rows come while the thinker writes it: every few codes the sequence waits, alone or with another."""
     numbers, rows, prepared, runner = (2, 4), 24, [], pair.engines[0]._runner
     look_ahead = runner._look_ahead
@@ -187,53 +187,53 @@ def test_steps_go_on_behind_a_wait_for_rows(pair, cases, at_once, monkeypatch):
         pair.each("open", str(number), cases[number].prompt, LONG)
         pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + 1])
     pair.step(3)
-    went_on = len(pair.steady)
+    went_on = len(pair.incremental)
     for at in range(1, rows, at_once):
         for number in numbers:
             start = cases[number].prompt_rows + at
             pair.each("feed", str(number), cases[number].rows[start : start + at_once])
         while any(engine.has_work() for engine in pair.engines):
             pair.step()
-    assert len(pair.steady) - went_on >= rows - 6
+    assert len(pair.incremental) - went_on >= rows - 6
     assert len(prepared) <= 3, "what is known of the next steps is known behind the wait, too"
     for number in numbers:
         pair.each("abort", str(number))
     pair.drain().close()
 
 
-def test_steps_go_on_behind_a_hold(pair, cases):
-    """What is under way is taken while nothing begins; then the same steps follow as without a hold."""
+def test_steps_are_incremental_after_a_pause(pair, cases):
+    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
     pair.speak(cases, 2, 4)
     pair.step(3)
     for length in range(1, 6):
         pair.step(length)
-        went_on = len(pair.steady)
-        pair.each("hold", True)
+        went_on = len(pair.incremental)
+        pair.each("pause", True)
         under_way = len(pair.spoken[0].codes["2"])
         while any(engine.has_work() for engine in pair.engines):
             pair.step()
         assert len(pair.spoken[0].codes["2"]) - under_way <= 2
-        assert len(pair.steady) == went_on
-        pair.each("hold", False)
+        assert len(pair.incremental) == went_on
+        pair.each("pause", False)
     pair.drain().close()
 
 
-def test_steps_go_on_while_others_wait(pair, cases):
+def test_steps_are_incremental_while_others_wait(pair, cases):
     """One has all its rows, two have few; one of these two gets some more of them, and joins until they are used."""
     pair.speak(cases, 4)
     for number, rows in ((2, 3), (7, 6)):
         pair.each("open", str(number), cases[number].prompt, LONG)
         pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + rows])
     pair.step(20)
-    went_on = len(pair.steady)
+    went_on = len(pair.incremental)
     pair.step(20)
-    assert len(pair.steady) - went_on == 20
-    assert pair.steady[-1] == 1
+    assert len(pair.incremental) - went_on == 20
+    assert pair.incremental[-1] == 1
     assert [len(pair.spoken[0].codes[key]) for key in "27"] == [3, 6]
     first, second = cases[7].prompt_rows + 6, cases[7].prompt_rows + 12
     pair.each("feed", "7", cases[7].rows[first:second])
     pair.step(3)
-    assert pair.steady[-1] == 2
+    assert pair.incremental[-1] == 2
     pair.each("abort", "4")
     pair.step(12)
     assert len(pair.spoken[0].codes["7"]) == 12
@@ -252,7 +252,7 @@ def test_who_waits_keeps_its_place(pair, cases, monkeypatch):
         pair.each("open", str(number), cases[number].prompt, LONG)
         pair.each("feed", str(number), cases[number].rows[: cases[number].prompt_rows + rows])
     pair.step(6)
-    assert pair.steady[-1] == 3
+    assert pair.incremental[-1] == 3
     execute = fast.execute_model
     monkeypatch.setattr(fast, "execute_model", lambda *step: [own.append(step), execute(*step)][1])
     pair.drain()
@@ -262,14 +262,14 @@ def test_who_waits_keeps_its_place(pair, cases, monkeypatch):
         pair.step(2)
     pair.drain()
     assert own == []
-    assert {1, 2} <= set(pair.steady[-12:])
+    assert {1, 2} <= set(pair.incremental[-12:])
     assert [len(pair.spoken[0].codes[key]) for key in "247"] == [10, 13, 16]
     for number, start in ((2, 10), (4, 13), (7, 16)):
         pair.each("feed", str(number), cases[number].rows[cases[number].prompt_rows + start :])
         pair.each("end", str(number))
     pair.step(20)
     assert own == []
-    assert pair.steady[-1] == 3
+    assert pair.incremental[-1] == 3
     pair.drain().close()
 
 
@@ -281,7 +281,7 @@ def test_a_sequence_that_is_left_out_ends_while_another_goes_on(pair, cases, way
     pair.each("end", "4")
     pair.each("feed", "2", cases[2].rows[: cases[2].prompt_rows + 3])
     pair.step(8)
-    assert pair.steady[-1] == 1
+    assert pair.incremental[-1] == 1
     if way == "aborted":
         pair.each("abort", "2")
     else:

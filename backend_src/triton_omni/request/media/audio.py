@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sound to mono float32 at 16 kHz, as the model card's recipe does (librosa: mean of channels, soxr HQ).
 
-Packets are decoded in their order, up to the last one there is: lengths that a header names bound nothing.
+Packets are decoded in order, up to the last one; lengths in a header bound nothing.
 Knows FFmpeg, through PyAV, and soxr.
 """
 
@@ -37,16 +37,16 @@ MAX_SAMPLE = 2.0**32
 MIN_SAMPLES = 480
 """Three mel frames: with fewer the audio encoder has no output position."""
 MAX_TRACKS = 16
-"""Each gets a decoder when a file is opened."""
+"""Maximum tracks of a file; FFmpeg opens a decoder for each."""
 CODECS = (
     *("aac", "ac3", "alac", "amrnb", "amrwb", "eac3", "flac", "mp2float", "mp3", "mp3float", "opus", "vorbis"),
     *("adpcm_ima_wav", "adpcm_ms", "gsm_ms", "pcm_alaw", "pcm_mulaw", "pcm_u8"),
     *(f"pcm_{kind}{end}" for kind in ("s16", "s24", "s32", "f32", "f64") for end in ("le", "be")),
 )
-"""FFmpeg has decoders of hundreds more, which nobody sends and few look after."""
+"""Codecs that are decoded. FFmpeg has hundreds more, which nobody sends and few maintain."""
 _KNOWN_CODECS = "AAC, MP3, Opus, Vorbis, FLAC, ALAC, AMR, AC-3 or PCM"
 LEAST_GAP_S = 0.1
-"""Time stamps of packets that follow each other may be off by less."""
+"""Seconds; a smaller difference between the time stamps of successive packets is no gap."""
 
 _DEMUXER_OPTIONS: dict[FileType, dict[str, str]] = {"wav": {"max_size": "65536", "probesize": "65536"}}
 """Packets of a thousand samples, the default, take longer to pass on than to decode. With its own `probesize` FFmpeg
@@ -72,7 +72,7 @@ def decode_audio(data: bytes, limits: RequestLimits) -> Audio:
 
 
 def decode_track(source: InputContainer, max_seconds: float) -> Audio | None:
-    """The first sound track of an open video, or None where there is none; what is lost of it is silence.
+    """Decode the first sound track of an open video, with silence for lost parts; None = it has none.
 
     Raises:
         BadRequest, TooLarge: as `decode_audio`; longer than `max_seconds`.
@@ -144,7 +144,7 @@ def _blocks_of_file(data: bytes, kind: FileType, limits: RequestLimits) -> Itera
 def _vorbis_trim(source: InputContainer, data: bytes) -> Callable[[Iterable[Block]], Iterator[Block]]:
     """Return the function that trims an Ogg file's blocks to those that are sound; it trims Vorbis alone.
 
-    The first packet has none, and the last page counts the samples. In a file of one page FFmpeg counts some for the
+    The first packet has no samples, and the last page counts them all. In a file of one page FFmpeg counts some for the
     first packet, and would end the sound too early.
     """
     stream = source.streams.audio[0]
@@ -207,7 +207,7 @@ def _check_codec(stream: AudioStream) -> None:
 
 
 def _mono(frame: AudioFrame) -> Block:
-    """The mean of a frame's channels, as float32 in [-1, 1].
+    """Return the mean of a frame's channels, as float32 in [-1, 1].
 
     Raises:
         BadRequest: a rate or a number of channels that costs far more than its seconds suggest.
@@ -233,7 +233,7 @@ def _floats(samples: NDArray[np.generic]) -> NDArray[np.float32]:
 
 
 def _in_time(source: InputContainer, begin: float | None, max_seconds: float) -> Iterator[Block]:
-    """The first sound track at the times of its stamps, counted from `begin` (None = its first): silence fills gaps."""
+    """Yield the first sound track by its time stamps from `begin` (None = the first stamp); silence fills gaps."""
     damage, seconds = DamageCount(None, max_seconds), 0.0
     for frame in _frames(source, damage):
         rate, block = _mono(frame)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sound is lost, by bytes and by time stamps; refuses what is mostly lost, and what never ends.
+"""Measures the lost part of a sound, by bytes and time stamps; refuses sounds that are mostly lost or never end.
 
-It reads the pages of an Ogg file (RFC 3533): where its links begin, where a page ends, how many samples there are.
+It reads the pages of an Ogg file (RFC 3533): the starts of its links, the ends of pages, the number of samples.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from triton_omni.request.media.files import FileType
 
 MOST_LOST = 0.5
 MAX_PACKETS_PER_SECOND = 1000
-"""Opus has up to 400. Bounds the time that packets without sound take."""
+"""Bounds the time for packets without sound; Opus has up to 400 a second."""
 
 _DENSE: tuple[FileType, ...] = ("mp3", "aac", "amr", "ogg")
 """Formats in which packets, or the pages that hold them, follow each other without anything between."""
 _IN_ORDER: tuple[FileType, ...] = (*_DENSE, "flac", "webm")
 """Formats whose last packet is near the end of the file."""
 _LONGEST_PAUSES: dict[FileType, float] = {"flac": 0.1, "ogg": 0.1, "webm": 1.0, "mp4": 1.0}
-"""Seconds between two packets in which nothing need be lost: into a container an encoder may write nothing of a silence
-(Opus writes something each 0.4 s)."""
+"""Longest gap in seconds between two packets without a loss: an encoder may write no packets for silence (Opus writes
+one every 0.4 s)."""
 _TAGS = (b"ID3", b"TAG", b"APETAGEX", b"LYRICSBEGIN")
 
 
@@ -38,8 +38,8 @@ class DamageCount:
 
     Attributes:
         kind: of the file; None = the file has other tracks, so places and pauses say nothing.
-        max_seconds: that the sound may last; bounds the packets of all pieces.
-        piece: what is decoded now.
+        max_seconds: maximum seconds of the sound; bounds the packets of all pieces.
+        piece: the piece that is decoded now.
     """
 
     kind: FileType | None
@@ -54,11 +54,11 @@ class DamageCount:
     _next_s: float = math.inf
 
     def start_piece(self, piece: bytes) -> None:
-        """Count what follows in the next piece."""
+        """Begin to count the next piece."""
         self.piece, self._end, self._next_s = piece, None, math.inf
 
     def count_packet(self, packet: Packet[AudioStream], *, is_decoded: bool) -> None:
-        """Count a packet, and what lies between it and the one before.
+        """Count a packet, and the bytes between it and the one before.
 
         Raises:
             TooLarge: more packets than a sound of `max_seconds` has.
@@ -79,7 +79,7 @@ class DamageCount:
         self._end = ogg_page_end(self.piece, packet.pos) if self.kind == "ogg" else packet.pos + packet.size
 
     def count_frame(self, frame: AudioFrame) -> None:
-        """Count a frame, and the time that lacks before it."""
+        """Count a frame, and the time missing before it."""
         seconds = frame.samples / frame.sample_rate
         self.decoded_s += seconds
         if frame.time is not None and self.kind is not None:
@@ -88,15 +88,15 @@ class DamageCount:
             self._next_s = frame.time + seconds
 
     def end(self, size: int, *, is_cut: bool) -> None:
-        """Count what follows the last packet in a piece of `size` bytes, which may be cut off by damage."""
+        """Count the bytes after the last packet in a piece of `size` bytes, which damage may have cut off."""
         if is_cut or self.kind in _IN_ORDER:
             self._skip_to(size)
 
     def check(self) -> None:
-        """Refuse a track of which too little is left.
+        """Refuse a track that is mostly lost.
 
         Raises:
-            BadRequest: less than half.
+            BadRequest: less than half of it is left.
         """
         parts = ((self.lost_bytes, self.decoded_bytes), (self.lost_s, self.decoded_s))
         share = max(lost / ((lost + decoded) or 1) for lost, decoded in parts)
@@ -114,7 +114,7 @@ class DamageCount:
 
 
 MOST_LINKS = 2000
-"""Each is opened like a file of its own, in half a millisecond."""
+"""Maximum links; each is opened like a file of its own, in half a millisecond."""
 _FIRST_PAGE = re.compile(rb"OggS\x00[\x02\x03\x06\x07]")
 """First page of a stream, by flag 2."""
 _HEADER = 27
@@ -122,7 +122,7 @@ _POSITION = 6
 
 
 def ogg_links(data: bytes) -> Iterator[bytes]:
-    """The pieces of a chained file, each of which is one by itself: they may differ in codec and rate.
+    """Yield the pieces of a chained file; each is a whole file, so codecs and rates may differ.
 
     A piece begins with the first pages of its streams, one after another.
 
@@ -142,13 +142,13 @@ def ogg_links(data: bytes) -> Iterator[bytes]:
 
 
 def ogg_page_end(data: bytes, place: int) -> int:
-    """Where the page that begins at `place` ends."""
+    """Return the end of the page that begins at `place`."""
     segments = data[place + _HEADER - 1] if place + _HEADER <= len(data) else 0
     table = data[place + _HEADER : place + _HEADER + segments]
     return place + _HEADER + len(table) + sum(table)
 
 
 def last_ogg_position(data: bytes) -> int:
-    """Samples of a stream that is alone in its file, by its last page."""
+    """Return the number of samples of a file's only stream, by its last page."""
     place = data.rfind(b"OggS") + _POSITION
     return int.from_bytes(data[place : place + 8], "little")

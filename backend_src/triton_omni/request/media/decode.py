@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose a medium's decoder by its first bytes; every error names the medium. Knows no codec."""
+"""Chooses a medium's decoder by its first bytes; every error names the medium. Knows no codec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def take_all(_medium: Medium, _index: int) -> None:
 
 
 class DecodeMedium(Protocol):
-    """`decode_medium`, or what does the same elsewhere."""
+    """`decode_medium`, or an equivalent in another process."""
 
     def __call__(
         self, part: MediaPart, index: int, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool
@@ -62,7 +62,7 @@ def decode_media(
         limits: of the deployment.
         sizes: what pictures are resized to; None = the defaults.
         with_audio: take the sound of videos (`use_audio_in_video`).
-        take: called with each; raises what refuses it.
+        take: called with each; it may raise to refuse it.
         decode: decodes one of them.
 
     Raises:

@@ -56,9 +56,9 @@ class Decoders:
             parts: `OmniRequest.media`.
             sizes: what pictures are resized to, and how videos are sampled; None = the defaults.
             with_audio: take the sound of videos (`use_audio_in_video`).
-            is_wanted: asked again and again; once it is not, the work is ended at once.
-            take: called with each medium; raises what refuses it.
-            known: for each of `parts` what it was decoded to before, if that is known; it counts as if decoded again.
+            is_wanted: polled; the work ends at once when it returns False.
+            take: called with each medium; it may raise to refuse it.
+            known: the earlier result for each of `parts`, if known; it counts as if decoded again.
 
         Raises:
             BadRequest, TooLarge: the message begins with the medium's index and kind.
@@ -73,7 +73,7 @@ class Decoders:
             )
 
     def close(self) -> None:
-        """End the processes that are idle; each of the others ends when its work is done or not wanted any more."""
+        """End the idle processes; each other one ends once its work is done or no longer wanted."""
         with self._lock:
             self._is_closed = True
             for process in self._idle:
@@ -84,7 +84,7 @@ class Decoders:
     @contextmanager
     def _borrowed(self) -> Iterator[KillableProcess]:
         """A process that is used again, unless its work was cut short."""
-        process = self._take()
+        process = self._idle_or_new()
         is_sound = False
         try:
             yield process
@@ -95,7 +95,7 @@ class Decoders:
         finally:
             self._give_back(process, is_sound=is_sound)
 
-    def _take(self) -> KillableProcess:
+    def _idle_or_new(self) -> KillableProcess:
         """An idle process that still runs, or a new one."""
         with self._lock:
             if self._is_closed:  # a fork server started from here on would outlive its owner's use
@@ -115,7 +115,7 @@ class Decoders:
 
 
 class _Budget:
-    """Decodes media of one request in one process, with what is left of the request's CPU time."""
+    """Decodes the media of one request in one process, within the rest of the request's CPU time."""
 
     def __init__(
         self, process: KillableProcess, limits: RequestLimits, is_wanted: IsWanted, known: Sequence[Medium | None]
@@ -126,7 +126,7 @@ class _Budget:
     def decode(
         self, part: MediaPart, index: int, limits: RequestLimits, sizes: VisionSizes, *, with_audio: bool
     ) -> Medium:
-        """`decode.decode_medium`, elsewhere."""
+        """Do as `decode.decode_medium`, in the process."""
         call = functools.partial(decode.decode_medium, part, index, limits, sizes, with_audio=with_audio)
         try:
             if self._left <= 0:

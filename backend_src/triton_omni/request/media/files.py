@@ -48,7 +48,7 @@ _MAGIC: tuple[tuple[int, bytes, FileType], ...] = (
 _RIFF = (b"RIFF", b"RF64")
 _TAG_HEADER = 10
 _MOST_TAGS = 100
-"""ID3 tags before a sound; an encoder writes one or two, and 64 MiB can hold six million."""
+"""Maximum ID3 tags before a sound; an encoder writes one or two, and 64 MiB can hold six million."""
 
 
 def sniff(data: bytes) -> FileType | None:
@@ -66,7 +66,7 @@ def sniff(data: bytes) -> FileType | None:
 
 
 def after_tags(data: bytes) -> int:
-    """Where a file's sound begins after its ID3 tags; after `_MOST_TAGS` of them it begins with the next."""
+    """Return where a file's sound begins after its ID3 tags, of which at most `_MOST_TAGS` are skipped."""
     start = 0
     for _ in range(_MOST_TAGS):
         if not data.startswith(b"ID3", start) or len(data) < start + _TAG_HEADER:
@@ -91,7 +91,7 @@ def header_seconds(limits: RequestLimits) -> float:
 
 
 def open_file(data: bytes, kind: str, limits: RequestLimits, options: Mapping[str, str]) -> InputContainer:
-    """Open a file in memory by FFmpeg's demuxer `kind`; SIGPROF ends this process where the header takes too long.
+    """Open a file in memory by FFmpeg's demuxer `kind`; SIGPROF ends this process if the header takes too long.
 
     Raises:
         FFmpegError: the file cannot be read.

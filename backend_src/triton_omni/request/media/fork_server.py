@@ -33,7 +33,7 @@ def main(module: str, descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` is closed."""
     importlib.import_module(module)
     ends: dict[int, int] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _tell(ends))
+    signal.signal(signal.SIGCHLD, lambda *_: _report_ends(ends))
     with socket.socket(fileno=descriptor) as control:
         while True:
             memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
@@ -44,7 +44,7 @@ def main(module: str, descriptor: int) -> None:
 
 def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, ends: dict[int, int]) -> None:
     link, end = descriptors
-    # A process that ends at once is told of after its id.
+    # Report a process that ends at once only after its id.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if pid := os.fork():
         os.close(link)
@@ -65,8 +65,8 @@ def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, end
         os._exit(1)
 
 
-def _tell(ends: dict[int, int]) -> None:
-    """Say how processes ended, to whom it concerns."""
+def _report_ends(ends: dict[int, int]) -> None:
+    """Write the exit status of ended processes to their owners."""
     while ends:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -78,7 +78,7 @@ def _tell(ends: dict[int, int]) -> None:
 
 
 def _serve(link: Connection, memory_bytes: int) -> None:
-    """Call after call, until the owner closes the link or ends."""
+    """Serve calls until the owner closes the link or ends."""
     threading.Thread(target=_end_with_owner, args=(link.fileno(),), name="owner-watch", daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = _private_bytes() + memory_bytes
@@ -95,13 +95,13 @@ def _serve(link: Connection, memory_bytes: int) -> None:
 
 def _end_with_owner(link: int) -> None:
     closed = select.poll()
-    closed.register(link, 0)  # whatever is asked for, the end of the other side is told
+    closed.register(link, 0)  # the end of the other side is always reported
     closed.poll()
     os._exit(1)
 
 
 def _private_bytes() -> int:
-    """Return the bytes that count against RLIMIT_DATA by now."""
+    """Return the bytes that count against RLIMIT_DATA now."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmData:")[2].split()[0]) << 10
 

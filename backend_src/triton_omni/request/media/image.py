@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures to upright RGB of a size that the model takes, as the model card's recipe does (alpha over white).
 
-Libraries read, join and unpack much that no viewer shows, and some of it takes time by the square of its length. So a
-file is walked once before, in linear time. The parts that are the picture are counted and sorted; metadata but for the
-orientation, and what lies after the picture, are left out. Knows Pillow and the outermost structure of the formats.
+Libraries read, join and unpack parts that no viewer shows, some of them in quadratic time. So a file is scanned once
+before, in linear time. The parts of the picture are counted and sorted; metadata other than the orientation, and data
+after the picture, are left out. Knows Pillow and the outermost structure of the formats.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _TRANSPOSE: Final[Mapping[int, Pillow.Transpose]] = {
     7: Pillow.Transpose.TRANSVERSE,
     8: Pillow.Transpose.ROTATE_90,
 }
-"""How a picture of each orientation is shown upright."""
+"""Transposition that shows a picture of each orientation upright."""
 
 
 def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Image:

@@ -141,7 +141,7 @@ ResultT = TypeVar("ResultT")
 IsWanted = Callable[[], bool]
 
 LOOK_S: Final = 0.02
-"""How often it is asked whether a result is still wanted."""
+"""Seconds between two checks whether a result is still wanted."""
 NUMBER: Final = struct.Struct("i")
 """Number that a fork server writes about a process: its id, then its wait status after it ended."""
 _STAY: Final = {signal.SIGTERM, signal.SIGINT}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the pictures of a video are shown, and which of them the model sees. Pure: knows no codec and no file.
 
-Every figure comes from the time stamps of the pictures. A rate that a container states counts only where they confirm
-it: then pictures are chosen by number, as qwen-omni-utils does. Where they do not, pictures are chosen by time.
+Every figure comes from the time stamps of the pictures. If they confirm the container's
+rate, pictures are chosen by number, as qwen-omni-utils does; otherwise they are chosen by time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Timeline:
         return tuple(max(int(number), 0) for number in latest)
 
     def count(self, fps: float, most: int) -> int:
-        """How many pictures are chosen: `fps` a second, at least 4, even, at most `most`.
+        """Return the number of chosen pictures: `fps` a second, at least 4, even, at most `most`.
 
         Raises:
             BadRequest: fewer than two pictures, or a single one that is shown for less than a second.
@@ -79,7 +79,7 @@ class Timeline:
 
 
 def frame_count(total: int, source_fps: float, most: int, fps: float = FPS) -> int:
-    """How many of `total` frames are sampled: `fps` a second, at least 4, even (`smart_nframes` of qwen-vl-utils).
+    """Return the number of sampled frames: `fps` a second, at least 4, even (`smart_nframes` of qwen-vl-utils).
 
     Raises:
         BadRequest: fewer than two frames.

@@ -115,7 +115,7 @@ class PixelRange:
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """How many frames are taken, and what pictures and frames are resized to.
+    """Limits of the number of frames, and of the sizes to which pictures and frames are resized.
 
     The defaults are those of the model card's recipe (qwen-omni-utils).
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tracks a video's file has, and how many samples an mp4's tables claim, before FFmpeg makes room for them.
+"""Counts the tracks of a video's file, and the samples that an mp4's tables claim, before FFmpeg allocates for them.
 
 FFmpeg opens a decoder for each track. FFmpeg's index has an entry for each sample of a table, multiplied by its edits,
 even if the file lacks the data. Two kilobytes can claim gigabytes. Knows the few boxes that do so (ISO/IEC 14496-12),
@@ -84,7 +84,7 @@ def check_mp4(data: bytes, limits: RequestLimits) -> None:
 
 
 def _tables_outside_media(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where the name of a table begins and the outermost box around it ends; media data are skipped, as FFmpeg does."""
+    """Yield the start of each table's name and the end of its outermost box; media data are skipped, as FFmpeg does."""
     position, boxes = 0, 0
     while position + 8 <= len(data):
         boxes += 1

@@ -20,15 +20,15 @@ from triton_omni.core.kernel_launch import early_launch, let_next_begin, padded_
 KEYS = 64
 """Cached keys that a program of attention takes at a time."""
 _KEYS_OF_FEW = 128
-"""The same where there are `_FEW_PAIRS` at most: half as many parts are to be put together."""
+"""The same with `_FEW_PAIRS` at most, which leaves half as many parts to combine."""
 _FEW_PAIRS = 8
-"""With `MOST_SPLITS` programs each, every one has a multiprocessor alone, which holds no two of twice the warps."""
+"""With `MOST_SPLITS` programs a pair, each has a multiprocessor alone; one holds no two with twice the warps."""
 MOST_SPLITS = 16
 """Programs that share one sequence's keys at most."""
 _ENOUGH_PROGRAMS = 256
 """About two a multiprocessor of the largest GPUs; more would wait for each other."""
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
-"""Stands for minus infinity where a difference of two must not be NaN."""
+"""Replaces minus infinity, since the difference of two infinities would be NaN."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -65,7 +65,7 @@ class Projected(NamedTuple):
 
 @triton.jit
 def _column(parts, biases, at, wanted, part_stride, PARTS: tl.constexpr, kind: tl.constexpr):
-    """Load the projected columns `at`, where `wanted`: fp32, rounded where the plain path has a tensor."""
+    """Load the projected columns `at`, where `wanted`: fp32, rounded as the plain path's tensors are."""
     total = tl.load(parts + at, mask=wanted, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts + part * part_stride + at, mask=wanted, other=0.0)
@@ -78,7 +78,7 @@ def _column(parts, biases, at, wanted, part_stride, PARTS: tl.constexpr, kind: t
 def _rotated(
     parts, biases, at, wanted, cosine, sine, part_stride, PARTS: tl.constexpr, HALF: tl.constexpr, kind: tl.constexpr
 ):
-    """Both halves of heads, the first of which was projected to the columns `at`, rotated."""
+    """Return both halves of rotated heads; the first half was projected to the columns `at`."""
     first = _column(parts, biases, at, wanted, part_stride, PARTS, kind)
     second = _column(parts, biases, at + HALF, wanted, part_stride, PARTS, kind)
     return (first * cosine - second * sine).to(kind), (second * cosine + first * sine).to(kind)
@@ -86,7 +86,7 @@ def _rotated(
 
 @triton.jit
 def _angles(positions, rotations, length, axis_stride, HALF: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Cosines and sines [HALF] of a sequence's new token; without a sequence, of any."""
+    """Return cosines and sines [HALF] of a sequence's new token; without a sequence, any values."""
     lanes = tl.arange(0, HALF)
     axis = tl.where(lanes < FIRST, 0, tl.where(lanes < SECOND, 1, 2))
     there = lanes < tl.where(length > 0, HALF, 0)
@@ -96,7 +96,7 @@ def _angles(positions, rotations, length, axis_stride, HALF: tl.constexpr, FIRST
 
 @triton.jit
 def _own_tiles(length, split, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """How many programs share a sequence's keys, and from which to which tile they are this one's."""
+    """Return the number of programs that share a sequence's keys, and this program's first tile and end."""
     tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
     return tl.cdiv(tiles, share), split * share, tl.minimum((split + 1) * share, tiles)
@@ -104,7 +104,7 @@ def _own_tiles(length, split, TILE: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _nothing_seen(GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """A running softmax at its beginning: largest scores, sums of weights, weighted values."""
+    """Return an empty running softmax: largest scores, sums of weights, weighted values."""
     best = tl.full([GROUP], _LOWEST, tl.float32)
     return best, tl.zeros([GROUP], tl.float32), tl.zeros([GROUP, WIDTH], tl.float32)
 
@@ -158,8 +158,8 @@ def _with_own_token(best, total, summed, query_1, query_2, key_1, key_2, value, 
 
 
 @triton.jit
-def _leave(part, wanted, best, total, summed):
-    """Leave the `wanted` rows of a running softmax at `part` [GROUP] for whoever puts all of them together."""
+def _store_partial(part, wanted, best, total, summed):
+    """Store the `wanted` rows of a running softmax at `part` [GROUP], for the program that combines the parts."""
     WIDTH: tl.constexpr = summed.shape[1]
     tl.store(part[:, None] + tl.arange(0, WIDTH)[None, :], summed, mask=wanted[:, None])
     tl.store(part + WIDTH, best, mask=wanted)
@@ -167,9 +167,9 @@ def _leave(part, wanted, best, total, summed):
 
 
 @triton.jit
-def _left(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the partial result of one of the `used` programs, past this one's own cache (.cg); programs after the last
-    give nothing.
+def _load_partial(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the partial result of one of the `used` programs, bypassing the L1 cache (.cg); programs after the last give
+    nothing.
     """
     theirs, dims = parts + part * PART, tl.arange(0, WIDTH)
     wanted = tl.arange(0, parts.shape[0]) < tl.where(part < used, SHARED, 0)
@@ -182,13 +182,13 @@ def _left(parts, part, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _all_parts(parts, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """Put together what all programs left; by four, which are on their way at once."""
+    """Combine the parts of all programs, four loads at a time."""
     best, total, summed = _nothing_seen(parts.shape[0], WIDTH)
     for part in range(0, used, 4):
-        best_0, total_0, summed_0 = _left(parts, part, used, SHARED, PART, WIDTH)
-        best_1, total_1, summed_1 = _left(parts, part + 1, used, SHARED, PART, WIDTH)
-        best_2, total_2, summed_2 = _left(parts, part + 2, used, SHARED, PART, WIDTH)
-        best_3, total_3, summed_3 = _left(parts, part + 3, used, SHARED, PART, WIDTH)
+        best_0, total_0, summed_0 = _load_partial(parts, part, used, SHARED, PART, WIDTH)
+        best_1, total_1, summed_1 = _load_partial(parts, part + 1, used, SHARED, PART, WIDTH)
+        best_2, total_2, summed_2 = _load_partial(parts, part + 2, used, SHARED, PART, WIDTH)
+        best_3, total_3, summed_3 = _load_partial(parts, part + 3, used, SHARED, PART, WIDTH)
         best, total, summed = _merge(best, total, summed, best_0, total_0, summed_0)
         best, total, summed = _merge(best, total, summed, best_1, total_1, summed_1)
         best, total, summed = _merge(best, total, summed, best_2, total_2, summed_2)
@@ -196,7 +196,7 @@ def _all_parts(parts, used, SHARED: tl.constexpr, PART: tl.constexpr, WIDTH: tl.
     return best, total, summed
 
 
-# One kernel and one function, long as it is: its programs end at four places, where no function inside could end them.
+# One long function: its programs end at four places, and a called function could not end them.
 @triton.jit
 def _decode_attention(
     projected,
@@ -261,8 +261,7 @@ def _decode_attention(
     query_1, query_2 = _rotated(
         row, biases, at, queries[:, None], cosine[None, :], sine[None, :], part_stride, PARTS, HALF, kind
     )
-    # Load the keys with the queries, though one program alone needs them: after its queries they would cost another
-    # wait.
+    # Load the keys with the queries, though only one program needs them: a later load would cost another wait.
     has_own = split == used - 1
     key_at, value_at = (HEADS + head) * WIDTH + lanes, (HEADS + KEY_HEADS + head) * WIDTH + dims
     own_1, own_2 = _rotated(
@@ -288,12 +287,12 @@ def _decode_attention(
     # [pair, split, row, WIDTH + 2]: weighted values, the largest score, the sum of weights.
     PART: tl.constexpr = FEW * (WIDTH + 2)
     parts = partials + pair.to(tl.int64) * (SPLITS * PART)
-    _leave(parts + split * PART + rows * (WIDTH + 2), queries, best, total, summed)
-    # All threads' stores must be there before the one that counts arrivals says so.
+    _store_partial(parts + split * PART + rows * (WIDTH + 2), queries, best, total, summed)
+    # All threads' stores must be done before the arrival is counted.
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") < used - 1:
         return
-    # Only as many rows as there are queries, so that what is on its way fits into registers.
+    # Only as many rows as there are queries, so that the loads in flight fit into registers.
     few = tl.arange(0, FEW)
     best, total, summed = _all_parts(parts + few * (WIDTH + 2), used, SHARED, PART, WIDTH)
     tl.store(arrivals + pair, 0)
@@ -319,12 +318,12 @@ def decode_attention(
     """Attention of one new token a sequence, rotated here, to the sequence so far; its key and value join the cache.
 
     One launch in place of rotation, cache write, scheduling, attention and combination. Source of the split over keys:
-    Flash-Decoding (Dao et al., 2023); whoever is last puts the parts together.
+    Flash-Decoding (Dao et al., 2023); the last program combines the parts.
 
     Args:
         projected: the new tokens.
-        rotation: of the new tokens. Rotation, table, lengths and cache are read while the previous kernel runs. So a
-            kernel without early launch must come after whatever writes them.
+        rotation: of the new tokens. Rotation, table, lengths and cache are read while the previous kernel runs, so a
+            kernel without early launch must follow their writer.
         cache: of this layer; entries after a sequence's length may be anything.
         arrivals: int32, zeros for every pair of a sequence and a key head; zeros again after the launch.
         heads: of the queries; a multiple of the key heads.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of a decode step with what stands around them, in the Triton language.
+"""Matrix products of a decode step with their neighbouring operations, in the Triton language.
 
 For a few tokens a product is bound by reading its weights and by the latency of walking its depth. All multiprocessors
 must read all the time, and neighbouring operations must cost no launches of their own. Sums are in float32. It knows
@@ -30,9 +30,9 @@ _STRIDE = 128
 _E4M3_STRIDE = 256
 """Depth at a time of weights that are half as large: as many bytes."""
 _STAGES = 4
-"""Tiles on their way, one more than are waited for."""
+"""Tiles in flight, one more than a wait covers."""
 _E4M3_STAGES = {16: 5, 32: 4, 64: 3}
-"""The same of E4M3, by rows: as many as 99 KB of shared memory hold, and Hopper's 228 KB twice (of 64 rows once)."""
+"""The same for E4M3, by rows: they fit into 99 KB of shared memory, and twice into Hopper's 228 KB (64 rows once)."""
 _MOST_PARTS = 16
 """Maximum parts of a product whose depth is split."""
 _ENOUGH_PROGRAMS = 132
@@ -40,7 +40,7 @@ _ENOUGH_PROGRAMS = 132
 
 
 def most_rows(width: int) -> int:
-    """Tokens of a step for which these products are made, `width` being that of the hidden states.
+    """Maximum tokens of a step that uses these products, for hidden states of this width.
 
     More are faster by a library: of 7B's wide thinker 64 took 1.1 to 1.3 times as long, of its narrow talker half.
     """
@@ -210,7 +210,7 @@ def _split_product(
 
 
 def shares(width: int, depth: int, stride: int = _STRIDE) -> tuple[int, int]:
-    """By how many programs the depth of a product [M, depth] x [depth, width] is shared, and the depth of each.
+    """Return the number of programs that share a product's depth ([M, depth] x [depth, width]), and the depth of each.
 
     Each takes whole strides.
     """
@@ -222,9 +222,9 @@ def shares(width: int, depth: int, stride: int = _STRIDE) -> tuple[int, int]:
 def split_product(rows: Tensor, weights: Tensor, scales: Tensor | None = None, *, early: bool = True) -> Tensor:
     """Parts [S, M, N] fp32 whose sum is `rows` [M, K] times the transpose of `weights` [N, K]; all contiguous.
 
-    A library gives each program a tile of the output, of which a narrow one has fewer than there are multiprocessors.
-    Here several programs share a tile's depth (split-K), and whoever reads the product adds their parts up. A line of
-    either is a multiple of 16 bytes, as Hopper's copy engine fetches them. With `scales` [N] fp32, `weights` are E4M3.
+    A library gives each program a tile of the output, but a narrow output has fewer tiles than the GPU has
+    multiprocessors. Here several programs share a tile's depth (split-K), and the reader adds their parts up. Lines of
+    both matrices are multiples of 16 bytes, as Hopper's copy engine needs. With `scales` [N] fp32, `weights` are E4M3.
     Without `early`, the product begins after all earlier launches have ended, and so does every later launch.
     """
     (count, depth), width, tile = rows.shape, len(weights), padded_rows(len(rows))
@@ -274,7 +274,7 @@ def _add_norm(
         total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     else:
         total = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    # Unrolled, so that all parts are on their way at once.
+    # Unrolled, so that all parts are loaded at once.
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * part_stride + at, mask=inside, other=0.0)
     rounded = total.to(residual.dtype.element_ty)
@@ -291,7 +291,7 @@ def add_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, bias: 
     Args:
         weight: [N] of the norm.
         eps: of the norm.
-        bias: [N], to which it is added instead of what the residual is, whatever that was.
+        bias: [N]; replaces the residual, whose old values are not read.
     """
     count, width = residual.shape
     normed = torch.empty_like(residual)

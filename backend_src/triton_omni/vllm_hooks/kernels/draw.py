@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing an id from a large vocabulary in two launches, in the Triton language.
 
-`sampling.draw` is twenty-five small kernels, one of which walks along a row of 150,000 ids alone; they stand between
-two steps of an engine. It knows logits, neither vLLM nor who asks.
+`sampling.draw` takes twenty-five small kernels between two steps of an engine; one of them scans a row of 150,000 ids
+alone. This module knows logits, but neither vLLM nor the stages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_omni.core.kernel_launch import early_launch, padded_rows, wait_for_inputs
 
 _BLOCK = 512
-"""Ids whose weights are summed by one program's row, and walked along by whoever finds them."""
+"""Ids of a block: one row of a program sums their weights, and the second launch scans the found block."""
 _BLOCKS_A_PROGRAM = 8
 
 
@@ -35,7 +35,7 @@ def _weigh_blocks(
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values = tl.load(logits + row * SIZE + ids, mask=ids < SIZE, other=float("-inf")).to(tl.float32)
     best = tl.max(values, 1)
-    # Where all ids are excluded the difference of two infinities would be NaN.
+    # With all ids excluded, the difference of two infinities would be NaN.
     found = tl.exp(values - tl.where(best == float("-inf"), 0.0, best)[:, None])
     inside = block < blocks
     tl.store(highest + row * blocks + block, best, mask=inside)
@@ -44,9 +44,9 @@ def _weigh_blocks(
 
 @triton.jit
 def _inverted(weights, part, indices):
-    """Where the cumulative `weights` pass the part of their total, never at a weight of 0; what is left of that part.
+    """Return the index where the cumulative `weights` pass the part of their total, and the rest of that part.
 
-    `sampling._invert`, whose comments say why.
+    The index is never one of weight 0. `sampling._invert` is the plain form, and its comments say why.
     """
     cumulative = tl.cumsum(weights.to(tl.float64), 0)
     # Summed in parallel, sums need not grow from one to the next in their last bit.
@@ -97,7 +97,7 @@ def fused_draw(logits: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: float64 [B] in [0, 1).
 
     Returns:
-        int64 [B], for a row with NaN any id. The same ids as the plain form's, but where a number falls so near the
+        int64 [B], for a row with NaN any id. The same ids as the plain form's, unless a number falls so near the
         bound of two ids that the order of a sum decides.
     """
     (rows, size), device, logits = logits.shape, logits.device, logits.contiguous()

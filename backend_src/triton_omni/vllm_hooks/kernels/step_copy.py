@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels in the Triton language that exchange a decode step's inputs and results with the host.
 
-A GPU's two copy engines take longer to hand over to each other and to its multiprocessors than a few bytes take to
-travel. Between two steps of a talker (1250 µs) lay 27 µs, and 15 where a kernel accesses pinned memory itself. It knows
-tensors alone.
+For a few bytes, the hand-over between a GPU's copy engines and its multiprocessors takes longer than the copy. The gap
+between two steps of a talker (1250 µs) was 27 µs, and 15 µs with kernels that access pinned memory themselves. This
+module knows tensors alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fetch(told: Tensor, target: Tensor, lengths: Tensor, column: int) -> None:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _leave(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
+def _copy_drawn(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
     wait_for_inputs(EARLY)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ids = tl.load(drawn + at, mask=at < count, other=0)
@@ -61,27 +61,27 @@ def _leave(drawn, kept, host, count, TILE: tl.constexpr, EARLY: tl.constexpr):
 
 
 class DrawnIds:
-    """Takes what steps draw, to the host as well.
+    """Copies the ids that steps draw, on the device and to the host.
 
     Args:
-        most: ids of a step at most.
+        most: maximum ids of a step.
         device: of the ids.
     """
 
     _STEPS: Final = 4
-    """Number of results kept for the host in turn: more than are ever under way."""
+    """Number of host buffers, used in turn: more than there are steps in flight."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        # Lines that begin where a kernel's wide writes may.
+        # Each line begins at an address that allows a kernel's wide writes.
         width = -(-most // 16) * 16
         self._host = torch.zeros(self._STEPS, width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._step = 0
 
     def keep(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of `drawn` int32 [B]: on the device, and on the host, there once the stream is, for `_STEPS` steps."""
+        """Copy `drawn` int32 [B] on the device, and to the host in stream order; that copy lasts `_STEPS` steps."""
         kept, self._step = torch.empty_like(drawn), (self._step + 1) % self._STEPS
         host = self._host[self._step, : len(drawn)]
-        _leave[(triton.cdiv(len(drawn), _TILE),)](
+        _copy_drawn[(triton.cdiv(len(drawn), _TILE),)](
             drawn, kept, host, len(drawn), TILE=_TILE, num_warps=4, **early_launch(drawn.device)
         )
         return kept, host

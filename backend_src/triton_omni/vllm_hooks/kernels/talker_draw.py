@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A talker's draw after the network, in one launch, in the Triton language.
 
-It is the arithmetic of `TalkerStep`'s plain operations, some fifty small launches, of one token a sequence. It knows
+It computes, for one token a sequence, what `TalkerStep`'s plain operations do in some fifty small launches. It knows
 the step's tensors, neither vLLM nor how a step is scheduled.
 """
 
@@ -20,9 +20,9 @@ from triton_omni.vllm_hooks.talker.draw import Setting
 from triton_omni.vllm_hooks.talker.rows import Column
 
 _GROUPS: Final = 128
-"""Groups of codes, each of which gives its maximum: as many ids, far more than a published talker's top-k of 40."""
+"""Groups of codes, each of which gives its maximum; far more than a published talker's top-k of 40."""
 _SHORT: Final = 128
-"""Ids that may be among the likeliest; where there are more, all are searched."""
+"""Maximum candidates for the likeliest ids; with more, all ids are searched."""
 
 
 class Rules(NamedTuple):
@@ -35,7 +35,7 @@ class Rules(NamedTuple):
     settings: Tensor
     """fp32 [settings, slots], in the order of `Setting`."""
     codes: int
-    """So many ids at the beginning are codes."""
+    """Number of codes; they are the first ids."""
     others: Tensor
     """int32 [F], the few other ids that may be drawn, in their order."""
 
@@ -54,7 +54,7 @@ FIRST_KEY: Final = tl.constexpr(-0x7F800000)
 
 @triton.jit
 def _ordered(values):
-    """Keys, integers in the order of floats: the bits, those of negative numbers turned around."""
+    """Return integer keys in the order of floats: their bits, inverted for negative numbers."""
     bits = values.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -138,7 +138,7 @@ def _above(keys, weights):
 
 @triton.jit
 def _chosen_of_few(keys, ids, highest, top_k, top_p, uniform, TILE: tl.constexpr):
-    """Do as `_chosen` for ids [TILE] that are all there are."""
+    """Do as `_chosen`, if ids [TILE] are all that remain."""
     weights = tl.where(keys >= FIRST_KEY, tl.exp(_value(keys) - highest), 0.0)
     larger, before = _above(keys, weights)
     weights = tl.where(larger < top_k, weights, 0.0)
@@ -151,7 +151,7 @@ def _chosen_of_few(keys, ids, highest, top_k, top_p, uniform, TILE: tl.constexpr
 
 @triton.jit
 def _bound(tops, top_k, GROUPS: tl.constexpr):
-    """The key of the `top_k` largest of `tops`, which the `top_k` largest of all reach; the least there is where there
+    """Return the `top_k`th largest key of `tops`, a lower bound of the `top_k` largest of all; the lowest key if there
     are fewer."""
     larger = tl.sum((tops[:, None] > tops[None, :]).to(tl.int32), 0)
     bound = tl.min(tl.where(larger < top_k, tops, 0x7FFFFFFF), 0)
@@ -179,7 +179,7 @@ def _chosen(
     OTHERS_TILE: tl.constexpr,
 ):
     """Return the id at `uniform` of the distribution that top-k and top-p leave, from `ids` [TILE] and the other ids.
-    It is -1 where rounding ends between two of them.
+    It is -1 if rounding ends between two of them.
     """
     one, other_one = tl.full([TILE], 1, tl.int32), tl.full([OTHERS_TILE], 1, tl.int32)
     reached = _reached(keys, one, other_keys, other_one, top_k)
@@ -193,7 +193,7 @@ def _chosen(
     below = tl.cumsum(weights.to(tl.float64), 0)
     other_below = tl.max(below, 0) + tl.cumsum(other_weights.to(tl.float64), 0)
     target = uniform * tl.max(other_below, 0)
-    # All of the tile, where it is one of the others.
+    # The id in the whole tile, if it is one of the others.
     at, other_at = tl.sum((below <= target).to(tl.int32), 0), tl.sum((other_below <= target).to(tl.int32), 0)
     numbers, other_numbers = tl.arange(0, TILE), tl.arange(0, OTHERS_TILE)
     is_code = at < TILE
@@ -202,8 +202,8 @@ def _chosen(
     return tl.where(weight > 0, chosen, -1)
 
 
-# One kernel and one function, long as it is: penalties, filters and draw share a row of logits that stays in registers.
-# The few other ids are a tensor of their own: together with the codes they would need one of twice the size.
+# One long function: penalties, filters and draw share a row of logits that stays in registers. The few other ids have
+# a tensor of their own, since one with the codes would have to be twice as large.
 @triton.jit
 def _draw(
     logits,
@@ -244,7 +244,7 @@ def _draw(
     let_next_begin(EARLY)
     token, ids, numbers = tl.program_id(0), tl.arange(0, TILE), tl.arange(0, OTHERS_TILE)
     told, row = index + token * index_stride, logits + token * logits_stride
-    # All but the logits is there since the step's beginning, and is on its way while the head still runs.
+    # Everything but the logits is known since the step's beginning, and is loaded while the head still runs.
     slot, place = tl.load(told + SLOT), tl.load(told + PLACE)
     other_ids = tl.load(others + numbers, mask=numbers < OTHERS, other=0)
     repetition = tl.load(settings + REPETITION * slots + slot)
@@ -285,7 +285,7 @@ def _draw(
     lowest = highest + log_min_p
     keys = tl.where(scaled >= lowest, _ordered(scaled), NO_KEY)
     other_keys = tl.where(other_scaled >= lowest, _ordered(other_scaled), NO_KEY)
-    # The maxima of as many groups as top-k keeps give a bound that all of the top k reach; hardly more ids do.
+    # The k largest maxima of the groups give a lower bound of the top k; hardly any other ids reach it.
     tops = tl.max(tl.reshape(keys, [GROUPS, TILE // GROUPS]), 1)
     bound = _bound(tops, top_k, GROUPS)
     near, other_near = keys >= bound, other_keys >= bound
@@ -310,15 +310,15 @@ def _draw(
         )
     # Rounding may end between two ids, or after the last.
     chosen = tl.where(chosen < 0, likeliest, chosen)
-    # A waiting sequence keeps its place with the slot of nobody, and its last draw stays there.
+    # A waiting sequence keeps its place with the idle slot, and its last draw stays there.
     tl.store(drawn + token, tl.where(sound, chosen, mask_id).to(tl.int32), mask=slot != slots - 1)
 
 
 def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: int) -> None:
-    """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`, but for tokens of the last slot.
+    """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`, except for the idle (last) slot.
 
     In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
-    then the cumulative distribution is inverted. Where ids at a bound are equally likely, all of them stay, whereas a
+    then the cumulative distribution is inverted. Of equally likely ids at a bound all stay, whereas a
     sort keeps some. All but the logits is read while the kernel before still runs, as `decode_attention` reads lengths.
     """
     (count, vocabulary), slots, others = logits.shape, memory.used.shape[0], len(rules.others)

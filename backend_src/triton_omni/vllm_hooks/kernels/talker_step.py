@@ -42,11 +42,11 @@ class Memory(NamedTuple):
     faults: Tensor
     """int32 [slots], how often a row that is not finite was read."""
     drawn: Tensor
-    """int32 [most sequences], what the last step drew, by its order of sequences."""
+    """int32 [most sequences], the last step's draws, in its order of sequences."""
 
 
 @triton.jit
-def _begin(
+def _begin_step(
     index,
     ids,
     positions,
@@ -83,7 +83,7 @@ def _begin(
         tl.store(positions + 2 * axis_stride + token, position)
         tl.store(cache_slots + token, tl.load(told + CACHE))
     slot = tl.load(told + SLOT)
-    # A slot is one program's, but for the idle one, of which nothing counts.
+    # One program uses each slot; only the idle slot is shared, and its values do not count.
     times = used + slot * VOCABULARY + code
     tl.store(times, tl.load(times) + 1)
     columns = tl.arange(0, TILE)
@@ -100,7 +100,7 @@ def _begin(
 
 
 def begin_step(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> Tensor:
-    """`TalkerStep.begin_decode`: inputs [N, H] of a decode step's tokens, each laid out if it follows.
+    """`TalkerStep.begin_decode`: return inputs [N, H] of a decode step's tokens, and lay out those that follow.
 
     Args:
         layout, memory: of the step.
@@ -109,7 +109,7 @@ def begin_step(layout: Layout, memory: Memory, table: Tensor, mask_id: int) -> T
     """
     count, width = len(layout.ids), memory.pool.shape[1]
     inputs = torch.empty(count, width, dtype=memory.pool.dtype, device=memory.pool.device)
-    _begin[(count,)](
+    _begin_step[(count,)](
         *layout,
         memory.drawn,
         memory.pool,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a thinker's decode step before and after the network, one launch each, in the Triton language.
 
-They are a dozen small launches otherwise, two of them for a GPU's copy engines, which take their time to hand over to
-its multiprocessors (`vllm_hooks/kernels/step_copy.py`). They know tensors alone.
+They replace a dozen small launches, two of them on a GPU's copy engines, whose hand-over to the multiprocessors is slow
+(`vllm_hooks/kernels/step_copy.py`). They know tensors alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AXES = 3
 
 
 class Places(NamedTuple):
-    """Where the tokens of a decode step are; all but `blocks` are brought one token further."""
+    """Positions of a decode step's tokens; the kernel advances all but `blocks` by one token."""
 
     positions: Tensor
     """int64 [B or more], places in their sequences."""
@@ -45,7 +45,7 @@ class Uniforms(NamedTuple):
 
 
 @triton.jit
-def _begin(
+def _begin_step(
     drawn,
     table,
     inputs,
@@ -83,7 +83,7 @@ def _begin(
 
 
 def begin_step(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uniforms: Uniforms | None) -> None:
-    """Lay out a step of one token a sequence, which follows what the sequences drew.
+    """Lay out a step of one token a sequence, after the ids that the sequences drew.
 
     Args:
         drawn: int32 [B].
@@ -93,7 +93,7 @@ def begin_step(drawn: Tensor, table: Tensor, inputs: Tensor, places: Places, uni
         uniforms: of this step; None = nothing is drawn by them.
     """
     count, width = drawn.shape[0], table.shape[1]
-    _begin[(count, triton.cdiv(width, _TILE))](
+    _begin_step[(count, triton.cdiv(width, _TILE))](
         drawn,
         table,
         inputs,
@@ -122,7 +122,7 @@ def _finish(hidden, rows, finite, table, slots, count, KEEPS: tl.constexpr, WIDT
     inside = columns < WIDTH
     at = token.to(tl.int64) * WIDTH + columns
     state = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
-    # NaN is less than nothing.
+    # No comparison with NaN is true.
     tl.store(finite + token, tl.min((tl.abs(state) < float("inf")).to(tl.int32), 0) != 0)
     if token < count:
         row = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32) + state

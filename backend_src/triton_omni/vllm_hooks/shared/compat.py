@@ -22,7 +22,7 @@ _FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The mixins extend the V1 runner; the V2 runner has no `_model_forward` to extend.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # A stage's process has threads of Triton's. A fork would copy their locks in the middle of their work.
+    # A stage's process has threads of Triton's. A fork would copy locks that they hold.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -32,9 +32,9 @@ _DEFAULTS = {
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # 4-bit weights alone are what a checkpoint asks for: on a CPU with AMX inputs would have 8 bits.
+    # A checkpoint asks for 4-bit weights alone, but a CPU with AMX would also use 8-bit inputs.
     "VLLM_CPU_INT4_W4A8": "0",
-    # torch runs what it finds there. Its default is a name in /tmp, and another user may have made that folder.
+    # torch runs the code that it finds there. Its default is a name in /tmp, which another user may have made.
     "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
 }
 

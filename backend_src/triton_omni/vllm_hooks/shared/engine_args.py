@@ -33,21 +33,21 @@ _STAGES = 3
 class _StageArgs(EngineArgs):
     """vLLM's arguments, with room for media as long as a whole prompt.
 
-    vLLM would have room for the longest medium by its own rule: a longer one is refused, and a video that needs room
-    together with its sound waits for ever.
+    By its own rule vLLM would have room for one longest medium. It would refuse a longer one, and a video with sound
+    would wait for ever.
     """
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
         config = super().create_engine_config(*args, **kwargs)
         scheduler, longest = config.scheduler_config, config.model_config.max_model_len
-        # Both in tokens: of what a step encodes, and of what is kept until it was read.
+        # Both in tokens: media that a step encodes, and media kept until they were read.
         scheduler.max_num_encoder_input_tokens = max(scheduler.max_num_encoder_input_tokens, longest)
         scheduler.encoder_cache_size = max(scheduler.encoder_cache_size, longest)
         return config
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on the CPU, where it is exact with the reference."""
+    """`auto` is bfloat16 on a GPU and float32 on the CPU, where it equals the reference exactly."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     resolved: torch.dtype = getattr(torch, dtype)
@@ -68,9 +68,9 @@ def check_length(settings: EngineSettings, decoder: DecoderConfig) -> None:
 
 
 def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
-    """Blocks that hold `kv_cache_tokens`, or else `max_num_seqs` usual sequences, each in whole blocks.
+    """Return the blocks for `kv_cache_tokens`, or else for `max_num_seqs` usual sequences, each in whole blocks.
 
-    One more is vLLM's null block, which it never gives out.
+    One more block is vLLM's null block, which no sequence gets.
     """
     blocks = -(-settings.cached_tokens // block_size)
     if not settings.kv_cache_tokens:
@@ -79,8 +79,10 @@ def kv_cache_blocks(settings: EngineSettings, block_size: int) -> int:
 
 
 def graph_sizes(settings: EngineSettings) -> list[int]:
-    """Tokens of the steps that get a CUDA graph: decode steps of 1, 2, 4, then every 8 sequences and the most, then,
-    for steps with prompts, in growing strides up to `max_graph_tokens`.
+    """Return the tokens of the steps that get a CUDA graph.
+
+    Decode steps have 1, 2, 4, then every 8 sequences and the maximum; steps with prompts go on in growing strides up to
+    `max_graph_tokens`.
 
     No graph has more tokens than one sequence may have. vLLM records a step with prompts as if each sequence had all
     tokens, and would read past the end of its block tables.
@@ -100,7 +102,7 @@ def schedules_ahead(settings: EngineSettings, device: torch.device) -> bool:
 def apply_thread_share(settings: EngineSettings) -> None:
     """Give the engine its share of the cores; must run before the worker starts, which pins the count.
 
-    `OMP_NUM_THREADS` wins over the fair share, since whoever set it knows the machine.
+    `OMP_NUM_THREADS` takes precedence over the fair share.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -127,18 +129,18 @@ def build_engine_args(
     Args:
         checkpoint: folder of the whole checkpoint (config.json, safetensors, tokenizer).
         settings: limits and switches of `stage.yaml`.
-        device: where the engine runs; must be the platform that this vLLM was built for.
+        device: of the engine; this vLLM must be built for its platform.
         dtype: of weights and activations.
         worker_cls, scheduler_cls: dotted names within `triton_omni.` or `vllm.`.
         hf_overrides: changes to the checkpoint's config, at least `architectures`.
-        for_runner: what the stage's own model runner reads in `additional_config`.
+        for_runner: `additional_config` for the stage's own model runner.
         tensor_parallel_size: GPUs that share each layer: `device`, and those after it.
         prefix_caching: whether prompts may reuse cached blocks of earlier ones.
         model_arguments: further `EngineArgs` that only one of the models needs.
 
     Raises:
-        SettingsError: the device is not this vLLM's, there are not so many of it, or a class name is outside the
-            allowed packages.
+        SettingsError: this vLLM does not support the device, there are too few of it, or a class name is outside
+            the allowed packages.
     """
     _check_device(device)
     for name in (worker_cls, scheduler_cls):
@@ -172,10 +174,10 @@ def build_engine_args(
 
 
 def _ranks(size: int, device: torch.device) -> dict[str, Any]:
-    """The GPUs of the engine: `device`, and as many after it as share its layers.
+    """Return the GPUs of the engine: `device`, and as many after it as share its layers.
 
     Raises:
-        SettingsError: there are not so many.
+        SettingsError: there are too few.
     """
     first = device.index or 0
     if size == 1:
@@ -192,7 +194,7 @@ def _ranks(size: int, device: torch.device) -> dict[str, Any]:
 
 
 def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
-    """KV cache by number of blocks, not by what is free: three processes start together on one device.
+    """Size the KV cache by blocks, not by free memory: three processes start together on one device.
 
     Any explicit `kv_cache_memory_bytes` keeps vLLM from measuring free memory; the number of blocks then
     replaces it. `gpu_memory_utilization` is only compared with what is free at start, so it is kept small.
@@ -206,9 +208,9 @@ def _memory(settings: EngineSettings, block_size: int) -> dict[str, Any]:
 
 
 def _execution(settings: EngineSettings, on_gpu: bool, tensor_parallel_size: int) -> dict[str, Any]:
-    """Graphs of whole steps, of kernels as they are or of what torch.compile makes of them.
+    """Graphs of whole steps, with plain kernels or with those of torch.compile.
 
-    `graphs.py` adds those of steps with prompts; to vLLM itself the sizes above `max_num_seqs` mean nothing.
+    `graphs.py` adds graphs of steps with prompts; vLLM itself ignores the sizes above `max_num_seqs`.
     """
     if not on_gpu or settings.enforce_eager:
         return {"enforce_eager": True}

@@ -54,11 +54,11 @@ class FusedDecodeMixin(_Runner):
 
     @property
     def fuses_decode_steps(self) -> bool:
-        """True if it does; known once the network is loaded."""
+        """True if decode steps are fused; known once the network is loaded."""
         return self._fused is not None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the network, and let its layers choose how a step is computed."""
+        """Load the network, and let its layers switch between plain and fused steps."""
         super().load_model(*args, **kwargs)
         wanted = wanted_fused(self.vllm_config)
         if not wanted:

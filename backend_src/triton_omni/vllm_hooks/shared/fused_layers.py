@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decoder layers compute a recorded step of one token a sequence: seven kernels in place of twelve.
+"""Decoder layers of a recorded step of one token a sequence: seven kernels in place of twelve.
 
 The layers are vLLM's, and keep their weights and their cache; other steps are computed by their own `forward`.
 """
@@ -51,7 +51,7 @@ class Summands(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Of a linear layer, as the products take it."""
+    """A linear layer's matrix in the form that the products take."""
 
     weights: Tensor
     """[N, K], of the network's precision or E4M3."""
@@ -83,12 +83,12 @@ class FusedProjection:
         if not self._switch.on or len(inputs) > self._most_rows:
             plain: Tensor = self._plain(inputs)
             return plain
-        # Not early: what a step lays out must be there when the layers' kernels begin, which read some of it at once.
+        # Not early: the layers' kernels read parts of a step's layout at once, so it must be done when they begin.
         return Summands(split_product(inputs, self._projection.weight, early=False), self._projection.bias)
 
 
 class FusedHead:
-    """Stands in for the `forward` of vLLM's `LogitsProcessor`, of a head that fills a GPU with a tile a program.
+    """Stands in for the `forward` of vLLM's `LogitsProcessor`, for a head with enough tiles to fill a GPU.
 
     Args:
         processor: vLLM's.
@@ -121,7 +121,7 @@ class FusedAttention:
         self._attention, self._switch, self._plain = attention, switch, attention.forward
 
     def __call__(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """[N, hidden] of positions [3, N] and hidden states [N, hidden]."""
+        """Return [N, hidden] of positions [3, N] and hidden states [N, hidden]."""
         if not self._switch.on:
             plain: Tensor = self._plain(positions=positions, hidden_states=hidden_states)
             return plain
@@ -154,7 +154,7 @@ class FusedAttention:
 
 
 class FusedLayer:
-    """Stands in for the `forward` of a decoder layer, its attention being fused.
+    """Stands in for the `forward` of a decoder layer whose attention is fused.
 
     Between such layers the hidden states travel as the parts of a sum [S, N, hidden], which the next norm adds up.
     """
@@ -208,9 +208,9 @@ def _add_norm(parts: Tensor, residual: Tensor, norm: Any, bias: Tensor | None = 
 
 
 def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int) -> Switch:
-    """Let each decoder layer of a network be computed in either way; the returned switch chooses the way.
+    """Make each decoder layer of a network computable plain or fused; the returned switch chooses.
 
-    Where a layer's matrices are quantised in a way that the products do not read, only its attention has another way.
+    If the products cannot read the quantised matrices of a layer, only its attention is replaced.
 
     Args:
         network: the whole of it.
@@ -230,7 +230,7 @@ def fuse(network: nn.Module, decoder: Any, layers: list[Any], max_sequences: int
 
 
 def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> None:
-    """Let the modules before and after fused layers also work fused, where their matrices are plain."""
+    """Fuse the modules before and after fused layers too, if their matrices are plain."""
     plain_projection = isinstance(projection.quant_method, UnquantizedLinearMethod) and projection.bias is not None
     # Only fused layers take its unsummed parts.
     if switch.layers and plain_projection:
@@ -240,7 +240,7 @@ def fuse_ends(projection: Any, processor: Any, head: Any, switch: Switch) -> Non
 
 
 def _products_are_known(layers: list[Any]) -> bool:
-    """True if the products read the matrices, with a bias at most where one is added."""
+    """True if the products can read all matrices, and only those with an added bias have one."""
     within = [
         linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
     ]
@@ -249,7 +249,7 @@ def _products_are_known(layers: list[Any]) -> bool:
 
 
 def _is_known(linear: Any) -> bool:
-    """True if the matrix is the checkpoint's, or E4M3 as vLLM quantises it, which its own kernels may have padded."""
+    """True if the matrix is unquantised, or E4M3 from vLLM's own quantisation, which may be padded."""
     if not isinstance(linear.quant_method, Fp8PtpcOnlineLinearMethod):
         return isinstance(linear.quant_method, UnquantizedLinearMethod)
     weights, size = linear.weight.T, (linear.output_size_per_partition, linear.input_size_per_partition)

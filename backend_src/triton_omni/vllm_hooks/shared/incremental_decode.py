@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps that go on where the step before ended: what does not change between them is kept.
+"""Incremental decode steps: each reuses the layout of the step before, of which only the lengths change.
 
-vLLM lays every step out from its scheduler's and its batch's state, which takes longer than a small network runs. While
-the same sequences decode, only their lengths change, by one. The scheduler says when that is so
+vLLM derives the layout of every step anew from its scheduler and batch, which takes longer than a small network runs.
+While the same sequences decode, only their lengths change, by one. The scheduler decides when that is so
 (`vllm_hooks/shared/incremental_schedule.py`). This module knows vLLM's buffers, neither thinker nor talker.
 
-Every step of both engines launches vLLM's kernel for the tokens' slots in the key-value cache. vLLM matches what its
-block tables give with the kernel's names at every launch, by Python's inspection of signatures; here they are matched
-once.
+Every step of both engines launches vLLM's kernel for the tokens' slots in the key-value cache. vLLM inspects that
+kernel's signature at every launch, to match the block tables' arguments; here they are matched once.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ else:
 
 
 def launch_directly(tables: MultiGroupBlockTable) -> None:
-    """Have these tables, which are to stay, launch the kernel by themselves."""
+    """Make these tables, which must not be replaced, launch the kernel with arguments matched once."""
     for table in tables.block_tables:
         table.compute_slot_mapping = functools.partial(_launch, _fixed_arguments(table))  # type: ignore[method-assign]
 
@@ -75,7 +74,7 @@ def _fixed_arguments(table: BlockTable) -> dict[str, Any]:
 
 
 def _launch(fixed: dict[str, Any], num_reqs: int, query_start_loc: Tensor, positions: Tensor) -> None:
-    # One program a sequence, and one for the padding.
+    # One program for each sequence, and one for the padding.
     SLOT_MAPPING_KERNEL.kernel[(num_reqs + 1,)](
         num_tokens=positions.shape[0], query_start_loc_ptr=query_start_loc, positions_ptr=positions, **fixed
     )
@@ -86,18 +85,17 @@ def _launch(fixed: dict[str, Any], num_reqs: int, query_start_loc: Tensor, posit
 
 @dataclass(frozen=True)
 class IncrementalStep:
-    """A step of sequences of the runner's batch, which decoded before, each one token further; the others keep their
-    places.
+    """A step that decodes one token for some sequences of the runner's batch; the others keep their places.
 
-    It has the fields of vLLM's `SchedulerOutput` by which a step's result is taken.
+    It has the fields of vLLM's `SchedulerOutput` that taking a step's result needs.
     """
 
     num_scheduled_tokens: dict[str, int]
-    """1 for every sequence, by request id; shared by steps of the same that follow each other."""
+    """1 for every sequence, by request id; successive steps of the same sequences share it."""
     new_blocks: list[tuple[str, tuple[list[int], ...]]]
     """Cache blocks that sequences were given for this step, a list a cache group."""
     requests: list[Request]
-    """The sequences as the scheduler knows them; shared like their shares."""
+    """The scheduler's requests of these sequences; successive steps share the list."""
     stops: frozenset[int]
     """Ids that may end one of them."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -110,7 +108,7 @@ class IncrementalStep:
 
 
 class StepInFlight:
-    """Stands where vLLM's engine keeps the future of a step; `result` waits for it.
+    """Takes the place of a step's future in vLLM's engine; `result` waits for the step.
 
     Args:
         request_ids, rows: the batch's sequences in order, and the row of each.
@@ -140,10 +138,10 @@ class Layout:
     """
 
     shares: dict[str, int]
-    """Numbers of sequences of the steps in the next two fields."""
+    """`num_scheduled_tokens` of the step that the next two fields describe."""
     states: list[CachedRequestState]
     active: NDArray[np.int64]
-    """Their rows."""
+    """Rows of `states` in the batch."""
     computed: NDArray[np.int32]
     """Tokens of each sequence in the cache before the step, [B]."""
     ends: NDArray[np.int32]
@@ -155,7 +153,7 @@ class Layout:
     ids: Tensor
     positions: Tensor
     attention: dict[str, Any]
-    """Fields of the attention's metadata but for the longest length."""
+    """Fields of the attention's metadata, except the longest length."""
     context: ForwardContext
     is_planned: bool
     """True if attention needs a plan for each step. Recorded fused attention reads `lengths` and the block table
@@ -166,12 +164,12 @@ class Layout:
 
     @property
     def part(self) -> slice | NDArray[np.int64]:
-        """`active` as an index, quicker where it is the whole batch."""
+        """`active` as an index; a slice, which is faster, if it is the whole batch."""
         return slice(None) if len(self.active) == len(self.computed) else self.active
 
 
 class IncrementalDecodeMixin(_Runner):
-    """Adds `go_on` to vLLM's runner. The stage defines the network's inputs and the draw.
+    """Adds `launch_incremental` to vLLM's runner. The stage defines the network's inputs and the draw.
 
     Put it right before the platform's runner in the bases, which have a `FusedDecodeMixin` too.
     """
@@ -188,7 +186,7 @@ class IncrementalDecodeMixin(_Runner):
         self._drawn_ids: DrawnIds | None = None
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache; where steps are fused, what they draw leaves by a kernel, which is compiled here."""
+        """Allocate the cache. If steps are fused, also compile the kernel that copies their draws."""
         super().initialize_kv_cache(*args, **kwargs)
         launch_directly(self.input_batch.block_table)
         if self.fuses_decode_steps:
@@ -206,10 +204,10 @@ class IncrementalDecodeMixin(_Runner):
         return super().execute_model(scheduler_output, intermediate_tensors)
 
     @torch.inference_mode()
-    def go_on(self, step: IncrementalStep) -> StepInFlight:
-        """Launch a step; the one before must have drawn for every sequence of the same batch, in either way.
+    def launch_incremental(self, step: IncrementalStep) -> StepInFlight:
+        """Launch a step; the one before, of either kind, must have drawn for every sequence of the same batch.
 
-        All that vLLM keeps of a step is kept here too, so that the next may be one of its own.
+        It keeps all of vLLM's records up to date, so that the next step may be one of vLLM's own.
         """
         with self.synchronize_input_prep():
             layout = self._layout = self._layout or self._lay_out()
@@ -224,18 +222,18 @@ class IncrementalDecodeMixin(_Runner):
             hidden = self._model_forward(positions=layout.positions, **self._decode_inputs(layout))
         drawn = self._draw_decoded(hidden)
         self._keep_book(layout)
-        return self._take(layout, drawn)
+        return self._publish_drawn(layout, drawn)
 
     @abstractmethod
     def _stage_decode(self, layout: Layout) -> None:
-        """Tell the network of a step of one token a sequence, at the places `layout.computed`."""
+        """Stage the network's inputs for a step of one token a sequence, at the places `layout.computed`."""
 
     def _lengthen(self, layout: Layout) -> None:
-        """Bring the lengths on the device to this step."""
+        """Update the lengths on the device for this step."""
         layout.lengths.add_(1)
 
     def _take_part(self, layout: Layout, step: IncrementalStep) -> None:
-        """Note whose step it is, of the batch's sequences."""
+        """Note the sequences of the batch that take part in the step."""
         layout.shares = step.num_scheduled_tokens
         layout.states = [self.requests[request_id] for request_id in layout.shares]
         # The scheduler may have them in another order than the batch.
@@ -258,10 +256,10 @@ class IncrementalDecodeMixin(_Runner):
 
     @abstractmethod
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Take the ids [B] of a step, there once `ready` is reached."""
+        """Take the ids [B] of a step, complete once `ready` is reached."""
 
     def _lay_out(self) -> Layout:
-        """The layout of the next step, which is that of the step just launched if that was a decode step."""
+        """Return the layout of the next step, taken from the step just launched."""
         batch = self.input_batch
         count = batch.num_reqs
         mode, descriptor, *_ = self._determine_batch_execution_and_padding(
@@ -295,8 +293,7 @@ class IncrementalDecodeMixin(_Runner):
         )
 
     def _settle_prompts(self, count: int, padded: int) -> None:
-        """Leave a step that held prompts of its `count` sequences as if it had been of the last token of each alone,
-        padded as decode steps are."""
+        """Turn the records of a step with prompts into those of a padded decode step of its `count` last tokens."""
         batch, starts = self.input_batch, self.query_start_loc
         further = np.diff(starts.np[: count + 1]) - 1
         batch.num_computed_tokens_cpu[:count] += further
@@ -335,7 +332,7 @@ class IncrementalDecodeMixin(_Runner):
         )
 
     def _advance(self, layout: Layout, step: IncrementalStep) -> None:
-        """Bring vLLM's records of the sequences to this step, as its `_update_states` does."""
+        """Update vLLM's records of the sequences for this step, as its `_update_states` does."""
         batch = self.input_batch
         layout.computed[layout.part] += 1
         layout.bounds[layout.part] += 1
@@ -349,7 +346,7 @@ class IncrementalDecodeMixin(_Runner):
             batch.block_table.commit_block_table(len(layout.computed))
 
     def _keep_book(self, layout: Layout) -> None:
-        """Note that each sequence has an id more, as vLLM's `_bookkeeping_sync` does once they are drawn."""
+        """Note that each sequence has one more id, as vLLM's `_bookkeeping_sync` does after the draw."""
         batch, rows = self.input_batch, layout.active
         for state in layout.states:
             state.output_token_ids.append(-1)
@@ -360,7 +357,7 @@ class IncrementalDecodeMixin(_Runner):
 
     def _plan_attention(self, layout: Layout) -> dict[str, Any]:
         """Each layer's attention metadata."""
-        # Made anew: a backend may keep in it what it derives from the lengths.
+        # A new object each step, since a backend may keep values in it that it derives from the lengths.
         common = CommonAttentionMetadata(**layout.attention, max_seq_len=int(layout.bounds.max()))
         metadata = {}
         for group in self.attn_groups[0]:
@@ -368,22 +365,22 @@ class IncrementalDecodeMixin(_Runner):
             metadata.update(dict.fromkeys(group.layer_names, planned))
         return metadata
 
-    def _take(self, layout: Layout, drawn: Tensor) -> StepInFlight:
-        """Leave the draws where vLLM's next step looks for them, and send them to the host.
+    def _publish_drawn(self, layout: Layout, drawn: Tensor) -> StepInFlight:
+        """Store the draws where vLLM's next step looks for them, and copy them to the host.
 
-        On the step's own stream: the copy is of a few bytes, and another stream costs the host more than it saves.
+        The copy runs on the step's own stream: for a few bytes, another stream costs the host more than it saves.
         """
-        kept, host = self._leave(drawn)
+        kept, host = self._copy_drawn(drawn)
         self.input_batch.prev_sampled_token_ids, host = kept.unsqueeze(-1), host.unsqueeze(-1)
         ready = record_event(kept.device, blocking=True)
         self._hand_out(kept, ready)
         launched = StepInFlight(layout.request_ids, layout.rows_by_request, host, ready)
-        # For penalties, which count what was drawn.
+        # Penalties count the drawn ids.
         self.input_batch.set_async_sampled_token_ids(host, cast(torch.Event, launched))
         return launched
 
-    def _leave(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of a step's ids [B]: of its own on the device, and one on its way to the host."""
+    def _copy_drawn(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two copies of a step's ids [B]: on the device, and on the host once the stream has run."""
         if self._drawn_ids is not None:
             return self._drawn_ids.keep(drawn)
         kept = drawn.clone()

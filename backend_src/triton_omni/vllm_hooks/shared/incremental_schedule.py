@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler that knows when a step only goes on, and then schedules it and takes its result in a few operations.
+"""A scheduler for incremental decode steps: it schedules them, and takes their results, in a few operations.
 
-vLLM decides about every sequence anew at every step. While those that decoded go on or wait, nothing is to be decided
-but who needs a cache block; for how many steps that stays so is known in advance. A waiting sequence keeps its place in
-the runner's batch. So the others' steps stay incremental, and its own after the wait. Everything else is left to vLLM's
-own way. It does not know why a sequence waits. `core_step` is a step of vLLM's engine in either way.
+vLLM decides about every sequence anew at every step. While the same sequences decode or wait, the only question left is
+which of them need a cache block, and the number of such steps is known in advance. A waiting sequence keeps its place
+in the runner's batch, so the others' steps stay incremental, and so do its own after the wait. vLLM schedules all other
+steps. This module does not know why a sequence waits. `core_step` runs either kind of step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from triton_omni.core.metrics import SpentOn
+from triton_omni.core.metrics import LoopActivity
 from triton_omni.vllm_hooks.shared.compat import (
     AsyncScheduler,
     EngineCoreOutput,
@@ -33,24 +33,23 @@ else:
 class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     """Adds `schedule_further` to vLLM's asynchronous scheduler.
 
-    Where the next ids depend on what the last were (a grammar), and while a prompt's media are kept, every step is
-    vLLM's.
+    Every step is vLLM's if the next ids depend on the last ones (a grammar), and while a prompt's media are kept.
 
     Put it before `AsyncScheduler` in the bases.
     """
 
     _decoding: list[Request] | None = None
-    """The requests of the last step of vLLM's own, if it drew for them all, so that they decode from there on."""
+    """The requests of vLLM's last own step, if that drew a token for each; else None."""
     _left_out: list[Request]
-    """Those that ran too, but had to wait."""
+    """Running requests that waited during that step."""
     _active: list[Request]
-    """Those that decode of the first."""
+    """Requests of `_decoding` that decode now."""
     _idle: list[Request]
-    """Those of them that wait now."""
+    """Requests of `_decoding` that wait now."""
     _shares: dict[str, int]
     _stops: frozenset[int]
     _further: int = 0
-    """For how many steps nothing but a new or an ended request can stop one of them."""
+    """Number of steps that only a new or an ended request can prevent."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """A step in vLLM's own way."""
@@ -66,12 +65,12 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return output
 
     def schedule_further(self) -> IncrementalStep | None:
-        """The next step, if it is one of no other sequences than the last of vLLM's own, one token each of those that
-        need not wait; otherwise None.
+        """Return the next step, one token for each sequence of vLLM's last own step that need not wait; None if any
+        other sequence takes part, or if all must wait.
 
-        Where all have to wait, a later call may still give it, unless vLLM schedules another step before.
+        After a wait of all, a later call may still return a step, unless vLLM schedules one before.
         """
-        if self._decoding is None or self.held or not self._goes_on(self._decoding):
+        if self._decoding is None or self.paused or not self._can_continue(self._decoding):
             return None
         new_blocks = self._allocate(self._active)
         for request in self._active:
@@ -83,8 +82,8 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return IncrementalStep(self._shares, new_blocks, self._active, self._stops)
 
     def steps_ahead(self, request: Request) -> int:
-        """Steps of one token that a decoding request can surely be scheduled for from now on."""
-        # Its last two steps are vLLM's to judge, which knows how many of its codes have come.
+        """Return the number of one-token steps for which a decoding request can certainly be scheduled."""
+        # Its last two steps are left to vLLM, which knows how many of its codes have come.
         limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens) - 2
         return max(0, limit - request.num_computed_tokens)
 
@@ -99,8 +98,8 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
             return False
         return not self.encoder_cache_manager.get_cached_input_ids(request)
 
-    def _goes_on(self, decoding: list[Request]) -> bool:
-        # A step of vLLM's tells the runner of them.
+    def _can_continue(self, decoding: list[Request]) -> bool:
+        # Only vLLM's own step passes these on to the runner.
         if self.finished_req_ids or self.needs_kv_cache_zeroing or self.encoder_cache_manager.freed:
             return False
         if len(self.running) != len(decoding) + len(self._left_out) or not all(map(self.waits, self._left_out)):
@@ -113,7 +112,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return self._further > 0 and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(self._active)
 
     def _choose(self, decoding: list[Request]) -> None:
-        """See who has to wait now, and for how many steps the others need not."""
+        """Find the sequences that must wait now, and the number of steps for which the others need not."""
         active = [request for request in decoding if not self.waits(request)]
         if not active:
             # After the wait mostly the same sequences continue, and the runner need not prepare them anew.
@@ -140,7 +139,7 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
         return given
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
-        """Take a step's draws; where one may end its request, or a request is gone, in vLLM's own way."""
+        """Take a step's draws; in vLLM's own way if one may end its request, or if a request is gone."""
         if not self._nothing_ends(scheduler_output, model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
         rows, drawn, outputs = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids, []
@@ -155,13 +154,13 @@ class IncrementalScheduleMixin(PausableMixin, _Scheduler):
     def _nothing_ends(self, step: object, output: ModelRunnerOutput) -> bool:
         """True if a step's result is one id for each of its requests and ends none of them.
 
-        By its length none can end: `steps_ahead` leaves the last steps to vLLM.
+        None can end by its length: `steps_ahead` leaves the last steps to vLLM.
         """
         return (
             isinstance(step, IncrementalStep)
             and all(request.request_id in self.requests for request in step.requests)
             and step.stops.isdisjoint(ids[0] for ids in output.sampled_token_ids)
-            # Given back to the queue and running again since.
+            # Requests that went back to the queue and run again since.
             and not any(request.num_stale_output_tokens for request in step.requests)
         )
 
@@ -185,35 +184,35 @@ def _stops(request: Request) -> set[int]:
 
 
 NAP_S: Final = 0.001
-"""How long a step rests that found nothing to do, as those of vLLM's own processes do."""
+"""A step that found nothing to do sleeps for so long, as vLLM's own processes do."""
 
 
 def core_step(client: Any, runner: Any) -> list[EngineCoreOutput]:
     """Return the result of one step; with asynchronous scheduling that of the previous one.
 
-    Where nobody can go on now, such as a sequence whose grammar is being compiled, it rests for a moment.
+    Sleeps for `NAP_S` if no sequence can continue now, such as one whose grammar is being compiled.
 
     Args:
         client: vLLM's in-process client of its engine's core.
         runner: the model runner of this process, the only one where the scheduler is a `IncrementalScheduleMixin`.
     """
     core = client.engine_core
-    # Others' steps, synchronous ones among them, are all vLLM's own.
+    # All steps of other schedulers, such as synchronous ones, are vLLM's own.
     step = core.scheduler.schedule_further() if isinstance(core.scheduler, IncrementalScheduleMixin) else None
-    given = _whole_step(client) if step is None else _go_on(core, runner, step)
-    if not given and core.scheduler.idle and _nobody_goes_on(core):
-        with SpentOn("input"):
+    given = _whole_step(client) if step is None else _incremental_step(core, runner, step)
+    if not given and core.scheduler.idle and _is_blocked(core):
+        with LoopActivity("input"):
             time.sleep(NAP_S)
     return given
 
 
 def _whole_step(client: Any) -> list[EngineCoreOutput]:
-    with SpentOn("vllm_step"):
+    with LoopActivity("vllm_step"):
         given: list[EngineCoreOutput] = client.get_output().outputs
         return given
 
 
-def _nobody_goes_on(core: Any) -> bool:
+def _is_blocked(core: Any) -> bool:
     """True if no step computes anything although a request waits for service."""
     under_way = core.batch_queue or ()
     if any(scheduled.total_num_scheduled_tokens for _, scheduled, _ in under_way):
@@ -221,14 +220,14 @@ def _nobody_goes_on(core: Any) -> bool:
     return bool(core.scheduler.has_unfinished_requests())
 
 
-def _go_on(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutput]:
-    """vLLM's `EngineCore.step_with_batch_queue` of a steady step: launch it, then take the one before."""
-    launched = runner.go_on(step)
+def _incremental_step(core: Any, runner: Any, step: IncrementalStep) -> list[EngineCoreOutput]:
+    """vLLM's `EngineCore.step_with_batch_queue` for an incremental step: launch it, then take the one before."""
+    launched = runner.launch_incremental(step)
     core.batch_queue.appendleft((launched, step, launched))
     if len(core.batch_queue) < core.batch_queue_size:
         return []
     oldest, scheduled, _ = core.batch_queue.pop()
-    with SpentOn("device"):
+    with LoopActivity("device"):
         result = oldest.result()
     outputs = core.scheduler.update_from_output(scheduled, result).get(0)
     return [] if outputs is None else outputs.outputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the tensor that vLLM could not load: its own errors tell of shapes alone, or of nothing."""
+"""Names the tensor that vLLM could not load: its own errors name shapes alone, or nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def load_named(load: Callable[[Weights], set[str]], weights: Weights, checkpoint: Path) -> set[str]:
-    """`load(weights)`, whose errors name the tensor that it was given last.
+    """Return `load(weights)`; an error names the tensor that `load` got last.
 
     Args:
         load: takes tensors one by one, as vLLM's loaders do.

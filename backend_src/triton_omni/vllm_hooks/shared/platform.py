@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker for CPU and GPU that builds the model runner of its stage instead of vLLM's; and its process groups.
 
-It knows which of vLLM's workers and runners this platform has, and nothing of what the runners add.
+It knows the workers and runners of vLLM on this platform; it does not know what the runners add.
 
 vLLM makes a dozen process groups for any number of processes. gloo gives each a thread that wakes up a hundred times a
 second: a twentieth of a core for two idle stages. gloo also gives each a port, which any local user may connect to. It
-ends the process once so many are connected that no file can be opened. So an engine that is one process gets groups
-that talk to nobody.
+ends the process once so many are connected that no file can be opened. So an engine of one process gets groups that do
+not communicate.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ else:
 
 
 class UnsupportedEngineError(ValueError):
-    """The engine's configuration asks for what the custom runners do not do."""
+    """The engine's configuration asks for a feature that the custom runners lack."""
 
 
 def refuse_unsupported(config: VllmConfig, *, tensor_parallel: bool) -> None:
-    """Stop the start where rows or codes would silently be wrong.
+    """Refuse a configuration with which rows or codes would silently be wrong.
 
     Args:
         config: the engine's.
         tensor_parallel: whether the runner can be one of several ranks.
 
     Raises:
-        UnsupportedEngineError: speculative decoding, or a model split as the runner cannot be, is configured.
+        UnsupportedEngineError: speculative decoding, or a split that the runner does not support, is configured.
     """
     if config.speculative_config is not None:
         raise UnsupportedEngineError("speculative_config: speculative decoding is not supported by the custom runners")
@@ -78,16 +78,16 @@ class StageWorker(_PlatformWorker):
 
 
 _GLOO, _SILENT = "gloo", "fake"
-"""torch's names of backends. The second gives what it is given, which is right in a group of one."""
+"""torch's names of backends. The second returns its input, which is right in a group of one."""
 
 
 @contextmanager
 def lone_groups(processes: int) -> Iterator[None]:
-    """Has no group that is made within communicate, if there is one process alone."""
+    """If there is only one process, groups created within do not communicate."""
     if processes > 1:
         yield
         return
-    # It registers itself.
+    # The import registers the backend.
     import torch.testing._internal.distributed.fake_pg
 
     new_group, begin = torch.distributed.new_group, torch.distributed.init_process_group

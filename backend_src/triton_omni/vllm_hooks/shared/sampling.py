@@ -37,11 +37,11 @@ _UNIFORM_BITS: Final = 52
 _ONE_PASS: Final = 16384
 """Up to this size a vocabulary is summed cumulatively as a whole."""
 _BLOCK: Final = 512
-"""Ids of one block of a larger one, where its size is a multiple of it; otherwise what divides both."""
+"""Ids of a block of a larger vocabulary; if its size is no multiple of this, the greatest common divisor."""
 
 
 def drawing(sampling: Sampling) -> dict[str, Any]:
-    """Arguments of `SamplingParams` that say how an id is drawn; when a sequence ends is for its stage to say."""
+    """Return the arguments of `SamplingParams` for the draw; the stage adds those that end a sequence."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -75,12 +75,12 @@ def counter_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -
 
 
 def noise_streams(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Where the numbers of each seed begin, uint64 [B]; the same at all its positions."""
+    """Return the start of each seed's numbers, uint64 [B]; it is the same at all positions."""
     return _mix(seeds + _GOLDEN_GAMMA)
 
 
 def stream_uniforms(streams: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """`counter_uniforms` of the seeds of these `noise_streams`."""
+    """Return `counter_uniforms` for the seeds of these `noise_streams`."""
     bits = _mix(streams + (positions + np.uint64(1)) * _GOLDEN_GAMMA)
     return (bits >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
 
@@ -119,7 +119,7 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's cumulative `weights` float32 [B, N] pass the part `uniforms` float64 [B, 1] of their total.
+    """Find where each row's cumulative `weights` float32 [B, N] pass the part `uniforms` float64 [B, 1] of their total.
 
     Returns:
         The index int64 [B, 1], never of weight 0 where any weight is not, and float64 [B, 1], how far the cumulative
@@ -127,8 +127,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniforms * cumulative[:, -1:]
-    # Only NaN, or a part that rounding made 1, runs off the end; whoever has NaN fails that sequence, but the index
-    # must be valid.
+    # Only NaN, or a part that rounding made 1, runs off the end. A sequence with NaN fails later, but its index must be
+    # valid.
     index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
     # A GPU sums in parallel, so two sums with only excluded ids between them may differ in their last bit, and a
     # target may fall between them.
@@ -141,7 +141,7 @@ class CounterTopKTopPSampler(nn.Module):
 
     Args:
         uniforms: float64 [max sequences] on the device; row i belongs to row i of the logits.
-        draws: `draw`, or what does the same.
+        draws: `draw`, or an equivalent function.
     """
 
     def __init__(self, uniforms: Tensor, draws: Callable[[Tensor, Tensor], Tensor] = draw) -> None:
@@ -173,19 +173,19 @@ class CounterNoiseMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
-        """Stage the uniforms where vLLM stages its other host inputs (it guards their reuse by an event)."""
+        """Stage the uniforms together with vLLM's other host inputs, whose reuse an event guards."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         computed = self.input_batch.num_computed_tokens_cpu[: self.input_batch.num_reqs]
         self.stage_uniforms(computed + num_scheduled_tokens)
         return prepared
 
     def stage_uniforms(self, positions: NDArray[np.integer[Any]]) -> None:
-        """The numbers of a step whose draws are for `positions` [B]; none where all are greedy."""
+        """Stage the uniforms of a step that draws for `positions` [B]; none if all are greedy."""
         if self.fill_uniforms(positions):
             self._uniforms.copy_to_gpu(len(positions))
 
     def fill_uniforms(self, positions: NDArray[np.integer[Any]]) -> bool:
-        """The same on the host alone; returns whether there are any."""
+        """Fill the uniforms on the host alone; return True if there are any."""
         if self.input_batch.all_greedy:
             return False
         drawn = stream_uniforms(self._batch_streams(), positions.astype(np.uint64))

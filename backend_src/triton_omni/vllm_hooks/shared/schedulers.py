@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixins of both stages' schedulers and runners: pauses, an account of encoded media, a prefix cache of finite blocks.
+"""Mixins of both stages' schedulers and runners: pauses, encoded media, a prefix cache of finite blocks.
 
 It knows neither thinker nor talker.
 
 - *Pauses*: vLLM's own pause is for rare changes of an engine's state, and is logged each time.
-- *The prefix cache*: vLLM enters a block when it schedules the block's tokens, before they are computed: whoever hit it
-  would share what fails later. Here the engine enters blocks once it has seen what was computed. So nothing in the
-  cache has to be taken back, and every block that two sequences share is sound.
+- *The prefix cache*: vLLM enters a block when it schedules the block's tokens, before it computes them. A sequence that
+  hits the block would share a later failure. Here the engine enters a block once its values are known to be finite. So
+  no block has to be taken back, and every shared block is sound.
 - *Released blocks*: attention multiplies values after a sequence's end by zero, and zero times NaN is NaN. So blocks
   that a sequence leaves before all of it is known to be finite are zeroed before another sequence gets them.
 """
@@ -42,9 +42,9 @@ else:
 class MediaScheduleMixin(_Scheduler):
     """Encodes a medium with its first token, not before.
 
-    vLLM encodes the media within a step's reach that fit, and ends the step before the first that does not. A video and
-    its sound begin at one token: the video would be kept while its sound waits for room, and several such prompts would
-    wait for each other for ever.
+    vLLM encodes all media within a step's reach that fit, and ends the step before the first that does not. A video and
+    its sound begin at one token: the video would keep its memory while its sound waits for room. Several such prompts
+    would wait for each other for ever.
 
     Put it before vLLM's scheduler in the bases.
     """
@@ -66,21 +66,21 @@ class MediaScheduleMixin(_Scheduler):
         return [medium for medium in media if medium not in early], tokens, budget, loaded, repeated
 
 
-class MediaCache(EncoderCacheManager):
-    """vLLM's account of encoded media, from which one goes at once when no request needs it any more.
+class EagerEncoderCacheManager(EncoderCacheManager):
+    """Manager of encoded media that drops a medium as soon as no request needs it.
 
-    vLLM keeps it until there is no room for another, in case a request brings the same. Here a later request finds its
-    tokens in the prefix cache, or, without a salt, has an identifier of its own.
+    vLLM's own keeps a medium until there is no room for another, in case a later request brings the same. Here a later
+    request finds the medium's tokens in the prefix cache, or, without a salt, has another identifier.
     """
 
     def free_encoder_input(self, request: Request, input_id: int) -> None:
-        """Give up a request's claim to a medium, and the medium with the last claim."""
+        """Drop a request's reference to a medium, and the medium with its last reference."""
         super().free_encoder_input(request, input_id)
         identifier = request.mm_features[input_id].identifier
         size = self.freeable.pop(identifier, None)
         if size is not None:
             del self.cached[identifier], self.num_embeds_by_hash[identifier]
-            # The runner is told with the next step.
+            # The next step tells the runner.
             self.freed.append(identifier)
             self.num_free_slots += size
 
@@ -89,9 +89,9 @@ class MediaCache(EncoderCacheManager):
 
 
 class PausableMixin(_Scheduler):
-    """While `held`, there is nothing to schedule."""
+    """While `paused`, there is nothing to schedule."""
 
-    held = False
+    paused = False
     idle = False
     """True if vLLM's last step was empty."""
 
@@ -103,7 +103,7 @@ class PausableMixin(_Scheduler):
 
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now."""
-        return not self.held and bool(super().has_requests())
+        return not self.paused and bool(super().has_requests())
 
 
 class PausableScheduler(PausableMixin, MediaScheduleMixin, Scheduler):
@@ -118,7 +118,7 @@ class PausableAsyncScheduler(PausableMixin, MediaScheduleMixin, AsyncScheduler):
 
 
 class PrefixCacheMixin(_Scheduler):
-    """Caches what `verify` is told, for requests with a salt alone, so that others find nothing.
+    """Caches the blocks that `verify` confirms, for requests with a salt alone, so that others find nothing.
 
     Put it first in the bases.
     """
@@ -126,24 +126,27 @@ class PrefixCacheMixin(_Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.collect: Callable[[], object] = lambda: None
-        """Called before a step's results are taken, which may end sequences: tells `verify` of rows that arrived."""
+        """Called before a step's results, which may end sequences; it calls `verify` for rows that arrived."""
         self.kept: dict[str, int] = {}
         """Cached blocks of sequences that lost their blocks since the last `schedule`."""
         self._early: dict[str, int] = {}
-        """Counts of `verify` that go beyond the known ids: without its ids a block has no hash."""
+        """Counts from `verify` beyond the known ids: without its ids a block has no hash."""
         coordinator = self.kv_cache_manager.coordinator
         (self._of_sequences,) = coordinator.single_type_managers
         self._enter_blocks = coordinator.cache_blocks
-        # vLLM's own calls, as it allocates blocks and as it takes a step's ids.
+        # vLLM's own caching, when it allocates blocks and when it takes a step's ids.
         coordinator.cache_blocks = lambda *_: None  # type: ignore[method-assign]
 
     def verify(self, request_id: str, tokens: int) -> bool:
-        """The first `tokens` of a sequence are computed and finite; False where that is ignored, since it shares
-        nothing or lost its blocks."""
+        """Note that the first `tokens` of a sequence are computed and finite.
+
+        Returns:
+            False if the sequence shares nothing or lost its blocks, so that the call has no effect.
+        """
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or not self._may_share(request):
             return False
-        # It is told of each step, of which few complete a block.
+        # Called for each step; few steps complete a block.
         if tokens // self.block_size > self._entered(request_id):
             self._enter_blocks(request, min(tokens, request.num_tokens))
             if tokens > request.num_tokens:
@@ -151,19 +154,19 @@ class PrefixCacheMixin(_Scheduler):
         return True
 
     def _entered(self, request_id: str) -> int:
-        """Number of a sequence's blocks that are in the cache, or were when it began with them."""
+        """Return the number of a sequence's blocks that are in the cache, or were when it hit them."""
         return self._of_sequences.num_cached_block.get(request_id, 0)
 
     def _may_share(self, request: Request) -> bool:
         return request.cache_salt is not None
 
     def distrust(self, request_id: str) -> None:
-        """Let nobody hit the blocks of this running sequence any more; those who share them keep them."""
+        """Take the blocks of this running sequence out of the cache; sequences that share them keep them."""
         for blocks in self.kv_cache_manager.get_block_ids(request_id):
             self.kv_cache_manager.evict_blocks(set(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """A step in the way of the scheduler after this class, with `kept_blocks` of the preempted sequences."""
+        """Schedule a step as the class after this one does; note the `kept_blocks` of preempted sequences."""
         self.kept.clear()
         output = super().schedule(throttle_prefills)
         output.kept_blocks = dict(self.kept)  # type: ignore[attr-defined]
@@ -186,20 +189,20 @@ class PrefixCacheMixin(_Scheduler):
 
 
 class ReleasedBlocksMixin(_Runner):
-    """Zeroes the blocks that a sequence leaves, once, and only while they are its own.
+    """Zeroes the blocks that a sequence gives up, once, and only while no other sequence has them.
 
     vLLM's scheduler gives the blocks of a preempted sequence away at once, and tells the runner with the step that may
-    use them. Until the sequence resumes, vLLM's runner still names its former blocks.
+    use them. vLLM's runner still names the former blocks until the sequence resumes.
 
     Put it before the platform's runner in the bases.
     """
 
     def clear_cache_of(self, request_id: str, kept: int = 0) -> None:
-        """Zero the blocks of a sequence that failed, or may have, and forget them; an unknown one is ignored.
+        """Zero the blocks of a sequence that failed, or may have, and forget them; unknown sequences are ignored.
 
-        The first `kept` blocks are known to be finite and in the prefix cache, where others may share them; they stay.
-        It is ordered after every step already launched. The sequence may have ended: its blocks are known here, and
-        nobody else's, until the next step.
+        The first `kept` blocks stay: they are finite and in the prefix cache, where others may share them. The call
+        takes effect after every step already launched. The sequence may have ended: until the next step its blocks are
+        still known here and belong to no other.
         """
         state = self.requests.get(request_id)
         if state is None:
@@ -209,13 +212,13 @@ class ReleasedBlocksMixin(_Runner):
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: list[int]) -> None:
-        """Zero KV cache blocks; the first call compiles what does that on a GPU."""
+        """Zero KV cache blocks; the first call on a GPU compiles the kernel."""
         if self.device.type != "cpu" and not hasattr(self, "_kv_block_zeroer"):
             self._init_kv_zero_meta()
         self._zero_block_ids(blocks)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """vLLM's, once what preempted sequences held is zeroed: from here on it may be another's."""
+        """Zero the blocks of preempted sequences first: in this step they may already be another's."""
         # Schedulers without a prefix cache keep none.
         kept = getattr(scheduler_output, "kept_blocks", {})
         for request_id in scheduler_output.preempted_req_ids or ():

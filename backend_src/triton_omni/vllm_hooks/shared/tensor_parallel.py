@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose weights are split over several GPUs: rank 0 in this process, each other rank in one of its own.
 
-vLLM's own executor for it keeps every rank in a process of its own; rows would then be in a process that Triton does
-not know. It knows vLLM's executor and worker processes, nothing of thinker or talker.
+vLLM's own executor gives every rank a process; rows would then be in a process that Triton does not know. This module
+knows vLLM's executor and worker processes, neither thinker nor talker.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from triton_omni.vllm_hooks.shared.compat import (
 _logger = logging.getLogger(__name__)
 
 _CALL_BYTES = 1 << 20
-"""A call of a step is a few KB; a larger one, with media, goes round the ring of shared memory."""
+"""Bytes of the largest call in the ring of shared memory: a step needs a few KB; larger calls (media) bypass it."""
 _LOAD_GRACE_S = 5.0
-"""Seconds in which rank 0 reports why nothing can be loaded, which ends the followers too."""
+"""Seconds in which rank 0 reports a failed load, before a follower's end kills it."""
 _GRACE_S = 3.0
-"""A follower that has not ended by then is killed."""
+"""Seconds after which a follower that has not ended is killed."""
 
 
 class TensorParallelExecutor(UniProcExecutor):
-    """vLLM's executor in one process, and every call repeated by the other ranks (`followers`).
+    """Runs vLLM's executor in this process; the other ranks (`followers`) repeat every call.
 
-    A rank that ends leaves the others inside a collective that nothing can interrupt. So each ends with the other:
-    followers with this process, and this process is killed with any follower.
+    A rank that ends leaves the others inside a collective that nothing can interrupt. So all ranks end together:
+    followers end with this process, and this process is killed with any follower.
 
     Raises:
         RuntimeError: a follower cannot load.
@@ -56,7 +56,7 @@ class TensorParallelExecutor(UniProcExecutor):
         )
         self._meeting, _, _ = super()._distributed_args()
         self._closing = threading.Event()
-        self._patience_s = _LOAD_GRACE_S
+        self._grace_s = _LOAD_GRACE_S
         self._context: Any = get_mp_context()  # type: ignore[no-untyped-call]
         # vLLM's workers share it; a process that starts finds it only while it is kept here.
         self._lock = self._context.Lock()
@@ -78,10 +78,10 @@ class TensorParallelExecutor(UniProcExecutor):
         for queue in (self._calls, *(follower.worker_response_mq for follower in self._followers)):
             queue.wait_until_ready()
         _unlink_shared_memory()
-        self._patience_s = 0.0
+        self._grace_s = 0.0
 
     def _start(self, rank: int) -> Any:
-        # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
+        # An embedded interpreter, as in Triton's stub, does not know the program that starts another one.
         multiprocessing.set_executable(str(Path(sys.prefix) / "bin" / "python3"))
         # vLLM starts its worker processes in the same way; from here `compat` prepares them before they import vLLM.
         ready_reader, ready_writer = self._context.Pipe(duplex=False)
@@ -119,8 +119,9 @@ class TensorParallelExecutor(UniProcExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """Call a worker's method on every rank; with `single_value` the answer of rank 0 alone, without waiting for the
-        others, else one a rank."""
+        """Call a worker's method on every rank; return one answer a rank, or with `single_value` that of rank 0 alone,
+        without waiting for the others.
+        """
         if not isinstance(method, str):
             raise TypeError(f"{method!r} was to be called on every rank, but a call goes by its name")
         self._calls.enqueue((method, args, kwargs or {}, 0 if single_value else None))
@@ -128,7 +129,7 @@ class TensorParallelExecutor(UniProcExecutor):
         return own if single_value else [*own, *map(_answer, self._followers)]
 
     def shutdown(self) -> None:
-        """End all ranks, together, since they may wait for each other."""
+        """End all ranks together, since they may wait for each other."""
         self._release_followers()
         super().shutdown()
         self._await_followers()
@@ -150,15 +151,15 @@ class TensorParallelExecutor(UniProcExecutor):
 
     def _end_with_a_follower(self, processes: list[Any]) -> None:
         multiprocessing.connection.wait([process.sentinel for process in processes])
-        if not self._closing.wait(self._patience_s):
+        if not self._closing.wait(self._grace_s):
             codes = {process.name: process.exitcode for process in processes}
             _logger.critical("a process of a split engine ended, so all of it does (exit codes: %s)", codes)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the names of memory through which CPU ranks communicate. All have mapped it, so nothing is left of it
-    when they end, however they do.
+    """Remove the names of the memory through which CPU ranks communicate. All ranks have mapped it, so it goes with
+    them, however they end.
     """
     if identity := os.environ.get("VLLM_DIST_IDENT"):
         for file in Path("/dev/shm").glob(f"{glob.escape(identity)}-*-cpushm_*"):
@@ -183,7 +184,7 @@ def _answer(follower: Any) -> Any:
 
 
 def _follow(**worker: Any) -> None:
-    """Run vLLM's worker in a follower's process until this engine's process ends, whatever it is doing then."""
+    """Run vLLM's worker in a follower's process, which ends at once with the engine's process."""
     parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:
@@ -197,7 +198,7 @@ def _follow(**worker: Any) -> None:
 
 @contextmanager
 def failing_together(rank: int) -> Iterator[None]:
-    """End this process, a follower, where it fails in a step: the other ranks would wait for it for ever."""
+    """End this process if it is a follower and fails in a step: the other ranks would wait for it for ever."""
     try:
         yield
     except Exception:

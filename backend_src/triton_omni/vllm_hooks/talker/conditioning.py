@@ -67,7 +67,7 @@ def can_speak(prompt_rows: int, fed_rows: int) -> bool:
 
 
 def pool_rows(positions: Indices, bases: Indices, stored: Indices, *, text_eos: int, text_pad: int) -> Indices:
-    """Index of the row of each position in a pool where a sequence's rows lie side by side.
+    """Return the index of each position's row in a pool where a sequence's rows are contiguous.
 
     Args:
         positions: int64 [N], places in their sequences.
@@ -83,7 +83,7 @@ def pool_rows(positions: Indices, bases: Indices, stored: Indices, *, text_eos: 
 
 
 def split_at_text_bos(prompt_rows: int, fed_rows: int, count: int) -> tuple[slice, slice, int, int]:
-    """Where `count` further rows go: the row of text_bos lies between prompt rows and reply rows.
+    """Divide `count` further rows at the row of text_bos, which lies between prompt rows and reply rows.
 
     Returns:
         The part of the rows that are prompt rows, the part that are reply rows, and the position of each part's

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each talker sequence draws its codes, on the device by slot, so that a recorded step can draw.
+"""Sampling settings of the talker's sequences, on the device by slot, so that a recorded step can draw.
 
-vLLM keeps such settings in the order of its batch, and lays them out anew when the batch changes; a slot is a
-sequence's for as long as it is open. It knows neither vLLM's runner nor how a step is scheduled.
+vLLM keeps such settings in the order of its batch and rebuilds them when the batch changes. A slot belongs to its
+sequence for as long as that is open. It knows neither vLLM's runner nor how a step is scheduled.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Setting(IntEnum):
     REPETITION = 5
     """HF's penalty: divides a positive logit of an id that was used, multiplies a negative one. 1 = none."""
     PRESENCE = 6
-    """OpenAI's: taken off the logit of a code that was spoken. 0 = none."""
+    """OpenAI's penalty: subtracted from the logit of a spoken code. 0 = none."""
     FREQUENCY = 7
-    """Taken off as often as the code was spoken."""
+    """Subtracted once for each time that the code was spoken."""
 
 
 class SlotDraws:
     """Draws ids for sequences named by slot; greedy, filtered and seeded ones in one batch.
 
     Args:
-        slots: number of slots, the idle one included; each draws greedily until `choose` says how.
+        slots: number of slots, the idle one included; each draws greedily until `choose` sets its sampling.
         stops: bool [V] on the device, ids that end a sequence.
     """
 
@@ -70,13 +70,13 @@ class SlotDraws:
             Setting.FREQUENCY: sampling.frequency_penalty,
         }
         for setting, value in values.items():
-            # A kernel's argument: a copy from pageable memory would wait for all of the device's work.
+            # As a kernel's argument, since a copy from pageable memory would wait for all of the device's work.
             self.settings[setting, slots].fill_(value)
 
     def uniforms(self, slots: Indices, positions: Indices) -> NDArray[np.float64]:
-        """Uniform numbers [...] of what is drawn at `positions` int64 [...] of the sequences of `slots` int64 [...].
+        """Return uniform numbers [...] for draws at `positions` int64 [...] of the sequences of `slots` int64 [...].
 
-        A number belongs to the place of the drawn id, the next one.
+        A number belongs to the position of the drawn id, which is the next one.
         """
         return counter_uniforms(self._seeds[slots], (positions + 1).astype(np.uint64))
 
@@ -85,7 +85,7 @@ class SlotDraws:
 
         Args:
             logits: float32 [B, V], overwritten; -inf marks ids that must not be drawn.
-            slots, positions: int64 [B], whose logits they are and at which place.
+            slots, positions: int64 [B], the sequence and position of each row of logits.
             uniforms: float64 [B].
         """
         temperature, top_p, top_k, log_min_p, first_stop = self.settings[: Setting.REPETITION, slots]
@@ -96,6 +96,6 @@ class SlotDraws:
         # p < min_p * max(p), of logits.
         floor = logits.amax(dim=-1, keepdim=True) + log_min_p.unsqueeze(-1)
         logits.masked_fill_(logits < floor, float("-inf"))
-        # Copies, which lie as vLLM's own settings do: its kernels are compiled for that.
+        # Copies with the memory layout of vLLM's own settings, for which its kernels are compiled.
         filtered = apply_top_k_top_p(logits, top_k.to(torch.int32), top_p.clone())
         return torch.where(greedy, likeliest, draw(filtered, uniforms))

@@ -74,7 +74,7 @@ class TalkerVllmEngine:
         self._rows: TalkerRows = self._runner.step.rows
         self._positions = _rotary_positions(self._runner.get_model())
         self._runner.serve(self._by_request)
-        # vLLM's null block, which nobody reads: not at the first abort, which would hold up every stream.
+        # Compile the zeroing now, on vLLM's unread null block: the first abort would delay every stream.
         self._runner.clear_blocks([0])
         scheduler = self._core.scheduler
         scheduler.wait_for(lambda request_id: self._by_request[request_id].ready_positions)
@@ -82,10 +82,10 @@ class TalkerVllmEngine:
         self._prefixes = scheduler if isinstance(scheduler, HeldPrefixMixin) else None
         if self._prefixes is not None:
             self._prefixes.failed_id = self._ids.mask
-            # The ids of a prompt are the same in all: hashed, each would be taken for every other.
+            # All prompts have the same ids, so by their hashes each would be taken for every other.
             self._core.request_block_hasher = None
         if device.type == "cuda":
-            # The thread that steps may not be this one, and its stream would not wait for this one's.
+            # Another thread may step the engine, and its stream would not wait for this one's.
             torch.cuda.synchronize(device)
 
     def open(self, key: str, prompt: TalkerPrompt, sampling: Sampling, *, priority: int = 0) -> int:
@@ -94,11 +94,11 @@ class TalkerVllmEngine:
         Among waiting sequences the one with the lowest `priority` is next.
 
         Returns:
-            Number of prompt rows that are not to be fed: the prefix cache keeps what was computed of them until this
+            Number of prompt rows that must not be fed: the prefix cache has their blocks, and keeps them until this
             sequence ends. 0 without a prefix cache.
 
         Raises:
-            Overloaded: the rows cannot be had now.
+            Overloaded: there is no room for the rows now.
             TooLarge: the prompt leaves no room for a code, or its positions none in the rotary table.
             BadRequest: a sampling value is out of range.
             InternalError: the key is in use, or the prompt contradicts itself.
@@ -114,7 +114,7 @@ class TalkerVllmEngine:
         return sequence.begin
 
     def _reserve(self, key: str, prompt: TalkerPrompt, text_bos: Tensor, parameters: SamplingParams) -> Sequence:
-        """Pin what the prefix cache has of the prompt, and reserve the rows after it."""
+        """Pin the prompt's blocks in the prefix cache, and reserve the rows after them."""
         prefixes = self._prefixes
         if prefixes is None or prompt.prefixes is None:
             return self._rows.open(key, prompt, text_bos, parameters)
@@ -138,8 +138,8 @@ class TalkerVllmEngine:
         if sequence is None or not rows.shape[0]:
             return
         self._rows.feed(sequence, rows)
-        # It does not begin with the prompt's rows alone. Prefill would run in one step or in two, as rows happen to
-        # come, and in half precision a seed would not give the same codes twice.
+        # The sequence does not start on the prompt's rows alone: prefill would run in one step or two, depending on
+        # when rows arrive, and in half precision a seed would not give the same codes twice.
         if sequence.request_id is None and sequence.speaks:
             self._submit(sequence)
 
@@ -158,9 +158,9 @@ class TalkerVllmEngine:
             self.abort(key)
             self._silent.append(key)
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
-        self._core.scheduler.held = held
+        self._core.scheduler.paused = paused
 
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
@@ -168,7 +168,7 @@ class TalkerVllmEngine:
         outputs = [TalkerOutput(key, finish_reason="stop") for key in silent]
         if self._vllm_has_work():
             if self._runner.device.type == "cuda":
-                # A thread's current device; whoever made the engine may have been another thread.
+                # The current device is a thread's, and another thread may have made the engine.
                 torch.cuda.set_device(self._runner.device)
             outputs += [self._output(found) for found in self._vllm_step() if found.request_id in self._by_request]
         return outputs
@@ -250,7 +250,7 @@ class TalkerVllmEngine:
             )
 
     def _check_positions(self, positions: Tensor, codes: int) -> None:
-        """A kernel reads the rotary table at each position, and beyond it whatever is there."""
+        """Check that the rotary table has all positions: a kernel would read beyond its end."""
         known = positions.numpy()
         first, last = int(known.min()), int(known.max()) + codes
         if first < 0:
@@ -274,7 +274,7 @@ class TalkerVllmEngine:
             self._prefixes.serve(sequence.request_id, self._held[sequence.key])
 
     def _check_sampling(self, sampling: Sampling) -> Sampling:
-        """The values as vLLM takes them, which raises a very low temperature, and its refusals as ours."""
+        """Return the values as vLLM takes them (it raises a very low temperature), with its refusals as our errors."""
         limit = min(sampling.max_tokens, self._settings.max_codes)
         try:
             checked = SamplingParams(**drawing(sampling), max_tokens=limit, min_tokens=sampling.min_tokens)
@@ -283,13 +283,11 @@ class TalkerVllmEngine:
         return dataclasses.replace(sampling, temperature=checked.temperature, max_tokens=limit)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
-        """Return vLLM's parameters of a sequence: when it ends. How it is sampled, only the step knows
-        (`SlotDraws`).
-        """
+        """Return vLLM's parameters of a sequence: when it ends. Its sampling is in `SlotDraws`."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,
-            # The mask id is never drawn but by a sequence that met something non-finite.
+            # Only a sequence that met a non-finite value draws the mask id.
             stop_token_ids=[*self._ids.stops, self._ids.mask],
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -313,7 +311,7 @@ class TalkerVllmEngine:
         )
 
     def _reason_of_failure(self, finish: str, stop: int | str | None) -> str | None:
-        """Why a finished sequence is no good, or None."""
+        """Return why a finished sequence failed; None = it did not."""
         if stop == self._ids.mask:
             return "a hidden row or a logit of this sequence is not finite (NaN or infinity)"
         if finish not in _FINISH:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The talker's network for vLLM: a Qwen2-style decoder, thinker-wide embeddings in, codec logits out.
 
-It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`; where the embeddings come from is not its business.
+It follows HF's `Qwen2_5OmniTalkerForConditionalGeneration`, and does not know the source of the embeddings.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _STACKED: dict[str, dict[str, str | int]] = {
     "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
     "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
 }
-"""Matrices that vLLM keeps as one, and their parts in the checkpoint by vLLM's name of the part."""
+"""Matrices that vLLM stacks into one, and their parts in the checkpoint by vLLM's name of the part."""
 
 
-# The positions have three rows, one an axis, so the tokens are their last dimension; vLLM's LlamaModel says the first.
+# Positions are [3, N], so tokens are their last dimension; vLLM's LlamaModel declares the first.
 @support_torch_compile(dynamic_arg_dims={"positions": {-1: "b"}, "hidden": {0: "b"}})
 class TalkerModel(nn.Module):
     """The decoder's layers and the table of codec ids, which is as wide as the thinker.
@@ -136,7 +136,7 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Codec logits [N, vocab_size] of hidden states [N, hidden_size]; of a decode step the ids [N], drawn."""
+        """Return codec logits [N, vocab_size] of hidden states [N, hidden_size]; in a decode step, drawn ids [N]."""
         if self.step is not None and self.step.decoding:
             return self.step.drawn[: hidden_states.shape[0]]
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
@@ -149,10 +149,10 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the `talker.` weights, each exactly once.
 
-        vLLM counts a stacked matrix as loaded when one of its parts came, so the checkpoint's names are counted here.
+        vLLM counts a stacked matrix as loaded after one of its parts, so this counts the checkpoint's names.
 
         Raises:
-            CheckpointError: weights are missing, or one has not the network's shape.
+            CheckpointError: weights are missing, or one does not have the network's shape.
             ValueError: a weight is unexpected.
         """
         missing = self._checkpoint_names()
@@ -184,8 +184,7 @@ class TalkerForCausalLM(nn.Module, SupportsMRoPE):
 def talker_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The talker's part of a whole checkpoint's config, as vLLM's `hf_overrides` wants it.
 
-    vLLM also tries the override on a config without any parts, to see what model type it would make; that one stays
-    as it is.
+    vLLM also tries the override on a config without any parts, to learn the model type; that config stays unchanged.
     """
     talker: PreTrainedConfig | None = getattr(config, "talker_config", None)
     if talker is None:

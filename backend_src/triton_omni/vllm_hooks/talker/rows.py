@@ -26,8 +26,8 @@ TEXT_EOS_ROW: Final = 0
 TEXT_PAD_ROW: Final = 1
 _TAIL_ROWS: Final = 2
 MOST_FED: Final = 512
-"""Rows that wait for a step at most: a long prompt, which no step reads before all of it is there, would keep as much
-memory besides."""
+"""Maximum rows that wait for a step before they are copied to the pool: a long prompt, which no step reads before all
+of it has arrived, would keep its memory twice."""
 UNBOUNDED: Final = 1 << 40
 """Positions that may be computed once the tail has begun."""
 _RETRY_MS: Final = 250
@@ -45,14 +45,14 @@ class Column(IntEnum):
     UNIFORM = 3
     """Bits of the float64 that draws the next id."""
     FOLLOWS = 4
-    """1 where it is what the last decode step drew in the same row; the step then lays it out by the next two."""
+    """1 if it is the last decode step's draw in the same row; the step then lays it out by the next two columns."""
     AXIS = 5
     """Its position on the axes of M-RoPE, which are equal after the prompt."""
     CACHE = 6
     """Its slot in the key-value cache, below 0 for none."""
     LENGTH = 7
-    """Positions that attention reads for it, its own with them; 0 = no sequence. Not for the step itself, in which
-    attention may read the lengths before anything else is through, but for the kernel that brings all of this."""
+    """Positions that attention reads for it, including its own; 0 = no sequence. The kernel that copies this table to
+    the device writes the lengths: attention may read them before the step's own kernels have run."""
 
 
 class SampledStep(NamedTuple):
@@ -71,10 +71,10 @@ class Sequence:
     key: str
     prompt: TalkerPrompt
     parameters: object
-    """How it is sampled, in the engine's own form."""
+    """Sampling parameters of the sequence, in the engine's own form."""
     slot: int
     base: int
-    """Where the pool has, or would have, the row of position 0."""
+    """Index in the pool of the row of position 0; it may lie before the pool's start."""
     reserved: int
     """Positions with a place in the pool, those before `begin` counted with them."""
     priority: int = 0
@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def ready_positions(self) -> int:
-        """How many positions, from 0 on, have their row."""
+        """Return the number of positions, from 0 on, that have their row."""
         return UNBOUNDED if self.ended else stored_rows(self.prompt.prompt_rows, self.fed)
 
     def accept(self, count: int, spoken: int) -> SampledStep | None:
@@ -135,11 +135,11 @@ class TalkerRows:
         self.pool = torch.zeros(_TAIL_ROWS + rows, tail.shape[1], dtype=tail.dtype, device=device)
         self.pool[:_TAIL_ROWS].copy_(tail)
         self.idle_slot = slots
-        """A slot of nobody: rows of the batch whose draw is thrown away write there."""
+        """Slot of no sequence: rows of the batch whose draws are discarded write there."""
         self.used = torch.zeros(slots + 1, prompt_ids.shape[0], dtype=torch.int32, device=device)
-        """How often each id was read, by slot; ids of the prompt at least once."""
+        """Number of times each id was read, by slot; at least 1 for ids of the prompt."""
         self.faults = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        """How often a row that is not finite was read, by slot."""
+        """Number of rows read that are not finite, by slot."""
         self._prompt_ids = prompt_ids.to(torch.int32)
         self._max_positions = max_positions
         self._bases = np.zeros(slots + 1, dtype=np.int64)
@@ -149,7 +149,7 @@ class TalkerRows:
         self._fed: list[_Fed] = []
         """Rows that the pool does not hold yet, oldest first."""
         self._fed_rows = 0
-        """How many they are at most: those of sequences that were closed since are counted, too."""
+        """Upper bound of their number; rows of sequences closed since count too."""
 
     @property
     def rows_used(self) -> int:
@@ -197,11 +197,11 @@ class TalkerRows:
                 stage="talker",
             )
         if rows.device != self.pool.device:
-            # Whoever waits for what was enqueued so far may then use the other device's memory again.
+            # A stream that waits for this event may then use the other device's memory again.
             rows = rows.to(self.pool.device)
         prompt_rows, fed = sequence.prompt.prompt_rows, sequence.fed
         if can_speak(prompt_rows, fed):
-            # A row of every sequence at nearly every step: a view of it would take as long as all else.
+            # Nearly every step brings a row of every sequence: a view of it would take as long as everything else.
             self._keep(sequence, stored_rows(prompt_rows, fed), rows)
         else:
             first, second, at_first, at_second = split_at_text_bos(prompt_rows, fed, count)
@@ -221,7 +221,7 @@ class TalkerRows:
             self._fed_rows += count
 
     def store(self) -> None:
-        """Copy what was fed since the last call into the pool, before a step that reads it.
+        """Copy the rows fed since the last call into the pool, before a step that reads them.
 
         One kernel stores the rows of a hundred messages. Single copies would take the stepping thread longer than the
         step: each releases the GIL and then competes with the threads that read and write messages.
@@ -233,7 +233,7 @@ class TalkerRows:
 
     def close(self, sequence: Sequence) -> None:
         """Free what `open` reserved. Steps in flight may still read it: later writes are queued after them."""
-        # Its place may be another's before the next step.
+        # Another sequence may get its rows' places before the next step.
         self._fed = [one for one in self._fed if one.slot != sequence.slot]
         self._free_slots.append(sequence.slot)
         self._spans.free(sequence.base + sequence.begin - _TAIL_ROWS)
@@ -252,14 +252,14 @@ class TalkerRows:
 
         Args:
             index: int64 [N] on the device, as `pool_rows` gives it.
-            slots: int64 [N] on the device, whose row it is.
+            slots: int64 [N] on the device, the sequence of each row.
         """
         rows = self.pool.index_select(0, index)
         self.faults.index_add_(0, slots, (~_rows_are_finite(rows)).to(torch.int32))
         return rows.nan_to_num_(0.0, 0.0, 0.0)
 
     def reset_used(self, slot: int) -> None:
-        """Let the prompt's ids be all that a sequence has used; also of one that is computed again from its begin."""
+        """Reset a sequence's used ids to those of its prompt, also when it is computed again from its begin."""
         self.used[slot].copy_(self._prompt_ids)
 
     def count(self, slots: Tensor, ids: Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V1 model runner for the talker: it names the rows that a step reads, and draws stay on the device.
+"""vLLM's V1 model runner for the talker: it selects the rows that a step reads, and keeps draws on the device.
 
 One mixin for CPU and GPU. `step.py` computes a step; the scheduler (`schedulers.py`) decides when a sequence may run.
 """
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 SESSIONS: Final = "max_sessions"
 """Key of vLLM's `additional_config`: sequences open at once."""
 ROWS: Final = "rows"
-"""Another: hidden rows of all of them together."""
+"""Key of vLLM's `additional_config`: hidden rows of all sequences together."""
 _STEPS_AHEAD: Final = 32
-"""Steps whose numbers are computed together: a few array operations cost what their calls do."""
+"""Steps whose numbers are computed together: a small array operation costs no more than its call."""
 
 
 class _Batch(NamedTuple):
@@ -58,7 +58,7 @@ class _Batch(NamedTuple):
 
 
 class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
-    """Says which rows a step's tokens read, and hands each draw to its sequence."""
+    """Selects the rows that a step's tokens read, and gives each draw to its sequence."""
 
     step: TalkerStep
     """State that this runner and the network share; made with the network."""
@@ -70,11 +70,11 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._batch = _Batch([], [], *(np.zeros(0, dtype=np.int64) for _ in range(3)))
         self._drawing: list[Sequence | None] = []
         self._fetch: Callable[[Tensor, Tensor, Tensor, int], None] | None = None
-        """Copies from pinned memory by a kernel, where decode steps have kernels of their own."""
+        """Kernel that copies from pinned memory; None = decode steps are not fused."""
         self._idle = np.zeros(len(Column), dtype=np.int64)
         """Step inputs of a waiting sequence that keeps its place."""
         self._ahead: list[NDArray[np.int64]] = []
-        """Inputs of further incremental steps; of no use after any other step."""
+        """Inputs of the next incremental steps; invalid after any other step."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the network, and allocate what it reads in every step before any step is recorded."""
@@ -105,17 +105,17 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             fuse_ends(network.thinker_to_talker_proj, network.logits_processor, network.lm_head, self._fused)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache, and let the step know where its slots are named."""
+        """Allocate the cache, and give the step the tensor of its slots."""
         super().initialize_kv_cache(*args, **kwargs)
         self.step.cache_slots = self.input_batch.block_table[0].slot_mapping.gpu
         if self.fuses_decode_steps:
             from triton_omni.vllm_hooks.kernels.step_copy import fetch
 
             self._fetch = fetch
-            self._tell(1)
+            self._upload_index(1)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
-        """Record a step; a decode step's holds its draws too."""
+        """Record a step; the graph of a decode step includes its draws."""
         self.step.decoding = desc.uniform
         try:
             super()._warmup_and_capture(desc, *args, **kwargs)
@@ -127,13 +127,13 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._sequences = sequences
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
-        """The thinker computed the positions; vLLM's own way would need the media's grids."""
+        """Take the thinker's positions; vLLM's own way would need the media's grids."""
         positions = self._sequences[req_state.req_id].prompt.positions.cpu()
         req_state.mrope_positions = positions
         req_state.mrope_position_delta = int(positions.max()) + 1 - positions.shape[1]
 
     def _calc_mrope_positions(self, scheduler_output: SchedulerOutput) -> None:
-        """One array operation where every sequence decodes; otherwise vLLM's loop over sequences."""
+        """Compute positions by one array operation if every sequence decodes, else by vLLM's loop over sequences."""
         batch, count = self.input_batch, self.input_batch.num_reqs
         computed = batch.num_computed_tokens_cpu[:count]
         decodes = scheduler_output.total_num_scheduled_tokens == count
@@ -145,7 +145,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: NDArray[np.int32]
     ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
-        """Stage pool rows and slots where vLLM stages its other host inputs (it guards their reuse by an event)."""
+        """Stage pool rows and slots together with vLLM's other host inputs, whose reuse an event guards."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._last_tokens = prepared[0]
         self._ahead = []
@@ -162,7 +162,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         return prepared
 
     def _current_batch(self) -> _Batch:
-        """The sequences in the order of vLLM's batch; put together again only when it changes."""
+        """Return the sequences in the order of vLLM's batch; rebuilt only when that changes."""
         if self._batch.ids != self.input_batch.req_ids:
             ids = list(self.input_batch.req_ids)
             sequences = [self._sequences[request_id] for request_id in ids]
@@ -185,9 +185,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._index.copy_to_gpu(self._idle_behind(count))
 
     def _idle_behind(self, count: int) -> int:
-        """Fill the places after a step's `count` tokens, which a recorded step may have, with the idle slot; return
-        where that ends.
-        """
+        """Fill the padding of a recorded step after its `count` tokens with the idle slot; return the padding's end."""
         index = self._index.np
         end = min(max(count, self.max_num_reqs), len(index)) if self.step.decoding else len(index)
         index[count:end] = 0
@@ -201,7 +199,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         self._index.copy_to_gpu(self._idle_behind(count))
 
     def _stage_decode(self, layout: Layout) -> None:
-        """Tell the step of one token a sequence that follows what the last drew."""
+        """Stage the inputs of a step of one token a sequence, after the last step's draws."""
         self.step.rows.store()
         count = len(layout.computed)
         self._ahead = self._ahead or self._look_ahead(layout)
@@ -215,10 +213,10 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             if layout.is_planned:
                 index[:, Column.LENGTH] = layout.bounds
         index[layout.part] = told
-        self._tell(count)
+        self._upload_index(count)
 
     def _take_part(self, layout: Layout, step: IncrementalStep) -> None:
-        """Whoever waits draws nothing meanwhile; what it drew last stays where its next step looks for it."""
+        """A waiting sequence draws nothing; its last draw stays where its next step looks for it."""
         super()._take_part(layout, step)
         batch, self._ahead = self._current_batch(), []
         self._drawing = [None] * len(layout.computed)
@@ -226,12 +224,12 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
             self._drawing[row] = batch.sequences[row]
 
     def _lengthen(self, layout: Layout) -> None:
-        """Where decode steps have kernels of their own, what is told of a step has brought them."""
+        """With fused decode steps, `_upload_index` has already updated the lengths."""
         if self._fetch is None:
             layout.lengths.copy_(self.optimistic_seq_lens_cpu[: len(layout.computed)], non_blocking=True)
 
-    def _tell(self, count: int) -> None:
-        """Bring what is known of a step's `count` tokens to the device."""
+    def _upload_index(self, count: int) -> None:
+        """Copy the index of a step's `count` tokens to the device."""
         if self._fetch is None:
             self._index.copy_to_gpu(count)
         else:
@@ -240,7 +238,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
     def _look_ahead(self, layout: Layout) -> list[NDArray[np.int64]]:
         """Return the inputs of the next steps for their tokens [N, len(Column)], the latest step first.
 
-        It lacks the row, which may not be there yet, and of the cache's slot the block.
+        The row is missing, since it may not have arrived, and the cache's slot lacks its block.
         """
         places = layout.computed[layout.part] + np.arange(_STEPS_AHEAD, dtype=np.int64)[::-1, np.newaxis]
         slots = np.broadcast_to(self._batch.slots[layout.part], places.shape)
@@ -263,7 +261,7 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         return self._drawn()
 
     def _drawn(self) -> Tensor:
-        """The ids of a decode step, until the next."""
+        """Return the ids of a decode step; the next step overwrites them."""
         return self.step.drawn[: len(self._batch.ids)]
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
@@ -275,15 +273,14 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
         return SamplerOutput(sampled_token_ids=drawn.unsqueeze(-1), logprobs_tensors=None)
 
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Remember this step's ids [B] with their sequences until vLLM says which of them count."""
+        """Keep this step's ids [B] with their sequences until vLLM accepts them."""
         for sequence, code in zip(self._drawing, torch.split(drawn, 1), strict=True):
             if sequence is not None:
                 sequence.sampled.append(SampledStep(code, ready))
 
 
 class TalkerRunner(TalkerRunnerMixin, ReleasedBlocksMixin, IncrementalDecodeMixin, PrefillGraphsMixin, PlatformRunner):
-    """vLLM's runner with hidden rows added, draws of its own, graphs of prompts, and little to do for a step that goes
-    on."""
+    """vLLM's runner with hidden rows, its own draws, graphs of prompts, and incremental decode steps."""
 
 
 class TalkerWorker(StageWorker):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker's schedulers, with a prefix cache or without: a sequence runs as far as its hidden rows have come.
+"""The talker's schedulers, with or without a prefix cache: a sequence runs as far as its hidden rows have arrived.
 
-One mixin over vLLM's two schedulers asks how many positions are ready; what a row is, it does not know.
+One mixin over vLLM's two schedulers asks how many positions are ready; it knows nothing of rows.
 
-A block of the talker's cache depends on the hidden rows of its prompt up to it, these on the thinker's prompt, and the
-voice follows the prompt. So the names of the thinker's prefixes name these blocks, whatever the voice. Blocks enter the
-cache with their sequence's first code, which tells that all of the prompt was finite; blocks of codes never do.
+A block of the talker's cache depends on the hidden rows up to its end, and these on the thinker's prompt. The voice
+comes after the prompt. So the names of the thinker's prefixes also name these blocks, whatever the voice. Blocks of the
+prompt enter the cache with the sequence's first code, which proves that they are finite; blocks of codes never do.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ else:
     _Scheduler = object
 
 STARVED_S: Final = 0.02
-"""How long a sequence for which there were no cache blocks is not tried again, unless one comes free."""
+"""Seconds until a sequence without cache blocks is tried again, unless one comes free."""
 
 
 class WaitingMixin(PausableMixin, _Scheduler):
-    """Caps what a step may compute of a sequence by the positions whose row has arrived.
+    """Limits a sequence's tokens in a step to the positions whose row has arrived.
 
     It extends `_reserve_prefill_lookahead`, which vLLM asks for every running and every new sequence to shorten the
-    tokens it is about to schedule. A running sequence shortened to nothing is passed over and the others go on; so
-    one rule serves chunked prefill over half a prompt and decoding alike. `num_computed_tokens` already counts the
+    tokens it is about to schedule. vLLM skips a running sequence that is shortened to nothing, so
+    one rule serves both chunked prefill over half a prompt and decoding. `num_computed_tokens` already counts the
     step in flight, so it is the next position.
     """
 
     _ready_positions: Callable[[str], int] | None = None
     _starved_until = 0.0
     _starved_with = 0
-    """Cache blocks that were free at that step."""
+    """Cache blocks that were free when sequences starved."""
 
     def wait_for(self, ready_positions: Callable[[str], int]) -> None:
         """Ask `ready_positions(request_id)` from now on; a sequence must be ready for one position when added."""
@@ -58,24 +58,24 @@ class WaitingMixin(PausableMixin, _Scheduler):
 
     def can_advance(self) -> bool:
         """True if `schedule` would give a step anything to compute now."""
-        if self.held:
+        if self.paused:
             return False
         if not all(map(self.waits, self.running)):
             return True
         return bool(self.waiting) and len(self.running) < self.max_num_running_reqs and not self._is_starved
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """A step in vLLM's own way; where it is empty, those that have no place lack cache blocks."""
+        """Schedule a step in vLLM's own way. If it is empty, the sequences without a place lack cache blocks."""
         output = super().schedule(throttle_prefills)
-        # A step that takes a place away tries nobody who has none.
+        # A step that preempts a sequence tries no waiting one.
         if self.idle and self.waiting and not output.preempted_req_ids:
             self._starved_until, self._starved_with = time.monotonic() + STARVED_S, self._blocks_there
         return output
 
     @property
     def _is_starved(self) -> bool:
-        """True if waiting sequences were just tried in vain. The places of sequences that wait for rows come free once
-        these have come; until then vLLM would run one empty step after the other.
+        """True if waiting sequences were just tried in vain. Blocks come free once sequences that wait for rows get
+        them and end; until then vLLM would run one empty step after the other.
         """
         return self._blocks_there <= self._starved_with and time.monotonic() < self._starved_until
 
@@ -86,7 +86,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
 
     def waits(self, request: Request) -> bool:
         """True if the next row of a running request is missing."""
-        # First what is nearly always the reason: each is asked some times a step.
+        # The most frequent reason first, since each sequence is asked several times a step.
         if self._ready_positions is not None and request.num_computed_tokens >= self._ready_positions(
             request.request_id
         ):
@@ -96,8 +96,8 @@ class WaitingMixin(PausableMixin, _Scheduler):
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now.
 
-        It would otherwise run empty steps while everybody waits, and after an empty step the runner puts its whole
-        batch together again.
+        It would otherwise run empty steps while all sequences wait, and after an empty step the runner rebuilds its
+        whole batch.
         """
         return bool(super().has_requests()) and self.can_advance()
 
@@ -113,7 +113,7 @@ class WaitingMixin(PausableMixin, _Scheduler):
         """True if neither the host nor the previous step knows the code that this sequence must read next.
 
         The runner takes the code of the step in flight from the device only for sequences of the previous step. A
-        sequence that was passed over continues once the host knows its code.
+        skipped sequence continues once the host knows its code.
         """
         return request.num_output_placeholders > 0 and request.request_id not in self.prev_step_scheduled_req_ids
 
@@ -126,7 +126,7 @@ class WaitingAsyncScheduler(WaitingMixin, IncrementalAsyncScheduler):
     """For steps scheduled while the device still runs the one before."""
 
     def steps_ahead(self, request: Request) -> int:
-        """Steps for which the request's rows are there too."""
+        """Return the number of steps for which the request's rows have arrived too."""
         steps: int = super().steps_ahead(request)
         if self._ready_positions is None:
             return steps
@@ -138,11 +138,11 @@ class WaitingAsyncScheduler(WaitingMixin, IncrementalAsyncScheduler):
 
 @dataclass(eq=False)
 class HeldPrefix:
-    """The blocks that an open sequence shares with others, or may.
+    """The blocks that an open sequence shares, or may share, with others.
 
     Attributes:
-        names: of all whole blocks of its prompt.
-        blocks: the first of them, which the cache had when the sequence opened; they stay while it is open.
+        names: names of all whole blocks of its prompt.
+        blocks: the first blocks, which the cache had when the sequence opened; they stay while it is open.
         is_proven: True once its prompt is known to be finite.
     """
 
@@ -152,8 +152,8 @@ class HeldPrefix:
 
 
 class HeldPrefixMixin(PrefixCacheMixin):
-    """Begins each sequence right after the blocks that were pinned when it opened. Their rows never come, so it begins
-    there again after a preemption.
+    """Begins each sequence right after the blocks pinned when it opened. The rows of these blocks never come, so the
+    sequence begins there again after a preemption.
 
     Put it first in the bases.
     """
@@ -161,17 +161,17 @@ class HeldPrefixMixin(PrefixCacheMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.failed_id = -1
-        """Drawn by a sequence that met something non-finite."""
+        """Id that a sequence draws after a non-finite value."""
         manager = self.kv_cache_manager
         self._pool, self._pins = manager.block_pool, Counter[int]()
-        # The longest sequence finds room beside all pins. So one sequence can always go on, and pins come free.
+        # The longest sequence finds room beside all pins, so one sequence can always continue, and pins come free.
         self._most_pins = self._pool.num_gpu_blocks - 1 - -(-self.max_model_len // self.block_size)
         self._served: dict[str, HeldPrefix] = {}
         self._unproven: dict[str, HeldPrefix] = {}
         manager.get_computed_blocks = self._begin_after_pins  # type: ignore[method-assign]
 
     def pin(self, prefixes: PrefixKeys, tokens: int) -> HeldPrefix:
-        """Keep what the cache has of a prompt of `tokens` tokens, until `release`."""
+        """Pin the cached blocks of a prompt of `tokens` tokens, until `release`."""
         names = [BlockHash(name) for name in prefixes.of_blocks(self.block_size, tokens)]
         (found,), *_ = self.kv_cache_manager.coordinator.find_longest_cache_hit(names, len(names) * self.block_size)
         pinned = []
@@ -195,11 +195,11 @@ class HeldPrefixMixin(PrefixCacheMixin):
     def release(self, request_id: str | None, prefix: HeldPrefix, *, failed: bool) -> list[int]:
         """Unpin the prefix of a sequence that has left the scheduler, or never was in it.
 
-        If the sequence `failed` before its prompt was proven, its pinned blocks may be the cause: nobody hits them
-        any more.
+        If the sequence `failed` before its prompt was proven, its pinned blocks may be the cause, so they leave the
+        cache.
 
         Returns:
-            Those of them that nobody else has, to be zeroed.
+            The blocks among them that no other sequence has, to be zeroed.
         """
         if request_id is not None:
             self._served.pop(request_id, None)
@@ -213,7 +213,7 @@ class HeldPrefixMixin(PrefixCacheMixin):
         return [block.block_id for block in prefix.blocks if distrusted and not block.ref_cnt]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
-        """Take a step's result, which may end sequences, once the prompts that it proves are in the cache."""
+        """Cache the prompts that a step's result proves, then take the result, which may end sequences."""
         rows, drawn = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         for request_id in [request_id for request_id in self._unproven if request_id in rows]:
             ids = drawn[rows[request_id]] if drawn else []
@@ -246,7 +246,7 @@ class PrefixWaitingAsyncScheduler(HeldPrefixMixin, WaitingAsyncScheduler):
 
 
 def scheduler_name(*, ahead: bool, prefix_caching: bool) -> str:
-    """Name of the class; `ahead`: a step is launched while the device runs the one before."""
+    """Return the class's path; `ahead`: a step is launched while the device runs the one before."""
     if prefix_caching:
         return f"{__name__}.{'PrefixWaitingAsyncScheduler' if ahead else 'PrefixWaitingScheduler'}"
     kind = "WaitingAsyncScheduler" if ahead else "WaitingScheduler"

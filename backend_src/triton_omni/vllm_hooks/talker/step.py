@@ -44,27 +44,27 @@ class TalkerStep:
         self.drawn = torch.zeros(max_sequences, dtype=torch.int32, device=index.device)
         """Ids of the last decode step, by its order of sequences."""
         self.cache_slots = torch.zeros(0, dtype=torch.int64, device=index.device)
-        """Where attention finds the tokens' slots in its cache; set before the first decode step."""
+        """The tokens' slots in the cache, which attention reads; set before the first decode step."""
 
     def compile(self) -> None:
-        """Let torch.compile fuse what surrounds the network, from its next run on."""
+        """Let torch.compile fuse the operations around the network, from its next run on."""
         self.condition = torch.compile(self.condition, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
         self._adjust_decode = torch.compile(self._adjust_decode, fullgraph=True, dynamic=True)  # type: ignore[method-assign]
 
     def begin_decode(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """Inputs [N, H] of a step of one token a sequence, laid out where it follows the last one.
+        """Lay out the tokens that follow the last step, and return the inputs [N, H] of a step of one token a sequence.
 
         Args:
-            ids, positions: int32 [N] and int64 [3, N], brought up to date in place.
+            ids, positions: int32 [N] and int64 [3, N], updated in place.
             table: [V, H], the embeddings of ids.
         """
-        self.go_on(ids, positions)
+        self.lay_out_next(ids, positions)
         return self.condition(ids, table.index_select(0, ids))
 
-    def go_on(self, ids: Tensor, positions: Tensor) -> None:
+    def lay_out_next(self, ids: Tensor, positions: Tensor) -> None:
         """Lay out the tokens of a decode step that follow the last one's: `ids` [N], `positions` [3, N], cache slots.
 
-        In place, as vLLM would have done; its buffers stay as they are for tokens that it laid out itself.
+        It writes in place, as vLLM would have done. Tokens that vLLM laid out itself stay unchanged.
         """
         count = ids.shape[0]
         index, slots = self.index[:count], self.cache_slots[:count]
@@ -76,7 +76,7 @@ class TalkerStep:
     def condition(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Inputs [N, H] of a step's tokens: each one's hidden row plus `codes` [N, H], the embeddings of `ids` [N].
 
-        An id that is read counts as used from here on, which is how HF's repetition penalty and OpenAI's see it.
+        From here on an id that was read counts as used, as for HF's repetition penalty and OpenAI's penalties.
         """
         count = ids.shape[0]
         slots = self.index[:count, Column.SLOT]
@@ -85,8 +85,9 @@ class TalkerStep:
         return inputs.add_(codes * (ids != self.mask_id).unsqueeze(-1))
 
     def finish_decode(self, logits: Tensor) -> None:
-        """Draw from the `logits` [N, V] of a step of one token a sequence, into `drawn`; what a sequence that waits
-        drew last stays there."""
+        """Draw from the `logits` [N, V] of a step of one token a sequence into `drawn`, where the last draws of waiting
+        sequences stay.
+        """
         index, before = self.index[: logits.shape[0]], self.drawn[: logits.shape[0]]
         drawn = self._draw(*self._adjust_decode(logits), index)
         before.copy_(torch.where(index[:, Column.SLOT] == self.rows.idle_slot, before, drawn))
@@ -100,7 +101,7 @@ class TalkerStep:
         return self.adjust(logits, self.index[: logits.shape[0], Column.SLOT])
 
     def _draw(self, logits: Tensor, sound: Tensor, index: Tensor) -> Tensor:
-        """A sequence with anything non-finite draws the mask id, which ends it alone."""
+        """Draw ids; a sequence with any non-finite value draws the mask id, which ends it alone."""
         uniforms = index[:, Column.UNIFORM].view(torch.float64)
         drawn = self.draws(logits, index[:, Column.SLOT], index[:, Column.PLACE], uniforms)
         return torch.where(sound, drawn, self.mask_id).to(torch.int32)
@@ -108,13 +109,13 @@ class TalkerStep:
     def adjust(self, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, V] after the penalties and the fixed mask.
 
-        HF's of repetition (`RepetitionPenaltyLogitsProcessor`), then OpenAI's, as vLLM does it. The prompt's ids, which
-        the first counts and the others do not, are stops or never drawn.
+        HF's repetition penalty (`RepetitionPenaltyLogitsProcessor`) comes first, then OpenAI's, as in vLLM. Only the
+        first counts the prompt's ids, which are stops or never drawn.
 
         vLLM's own penalties would need the codes on the host, so a step would wait for the one before.
 
         Returns:
-            float32 [B, V], and bool [B]: whether the sequence is finite so far; where it is not, its logits are of 0.
+            float32 [B, V], and bool [B], True if the sequence is finite so far; otherwise its logits are 0.
         """
         sound = self.rows.sound(slots, logits)
         logits = torch.where(sound.unsqueeze(-1), logits.float(), 0.0)
@@ -175,7 +176,7 @@ def make_step(
 
     Args:
         checkpoint: folder of the whole checkpoint.
-        index: as `TalkerStep` takes it; its rows are filled with what stands for no token.
+        index: as in `TalkerStep`; its rows are filled with the values for no token.
         dtype: of hidden rows.
         max_sequences: sequences of the largest decode step.
         max_positions: positions of the longest sequence.

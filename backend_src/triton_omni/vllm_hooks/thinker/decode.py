@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the thinker's incremental decode step, and its draw: vLLM's sampler with this project's numbers.
 
-It knows vLLM's buffers of a step; hidden rows are taken where they always are (`hidden_rows.py`).
+It knows vLLM's buffers of a step; `hidden_rows.py` takes the hidden rows, as in every step.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from triton_omni.core.gpu import to_device
 from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, Layout
 from triton_omni.vllm_hooks.shared.sampling import CounterNoiseMixin
-from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowCollector
 from triton_omni.vllm_hooks.thinker.networks import ThinkerNetwork
 
 
 class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
-    """Lays a step's inputs out on the device, from those of the step before."""
+    """Lays out a step's inputs on the device, from those of the step before."""
 
     if TYPE_CHECKING:
-        row_tap: RowTap
+        row_collector: HiddenRowCollector
 
-    _begin: Callable[[Tensor, bool], None] | None = None
-    """Lays out the step after these ids, int32 [B], by a kernel; the flag tells whether its draws use numbers of the
-    host. None where decode steps have no kernels of their own.
+    _begin_decode: Callable[[Tensor, bool], None] | None = None
+    """Kernel that lays out the step after these ids, int32 [B]; the flag is True if draws use the host's numbers.
+    None = decode steps are not fused.
     """
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache; where decode steps are fused, what surrounds their network is too, compiled here."""
+        """Allocate the cache. If decode steps are fused, compile the kernels around their network too."""
         super().initialize_kv_cache(*args, **kwargs)
         if not self.fuses_decode_steps:
             return
@@ -48,7 +48,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         def begin_decode(drawn: Tensor, draws: bool) -> None:
             begin_step(drawn, table.weight, inputs, places, numbers if draws else None)
 
-        self._begin, self.row_tap.finish = begin_decode, finish
+        self._begin_decode, self.row_collector.finish = begin_decode, finish
         for draws in (False, True):
             begin_decode(torch.zeros(1, dtype=torch.int32, device=self.device), draws)
         finish(inputs[:1], inputs[:1])
@@ -58,7 +58,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
     def _settle_prompts(self, count: int, padded: int) -> None:
         super()._settle_prompts(count, padded)
         axes = self.mrope_positions.gpu[:, :count].copy_(self.positions[:count])
-        # Behind media, positions run ahead of places.
+        # After media, M-RoPE positions differ from places.
         states = (self.requests[request_id] for request_id in self.input_batch.req_ids)
         deltas = np.array([state.mrope_position_delta or 0 for state in states], dtype=np.int64)
         if deltas.any():
@@ -67,8 +67,8 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
     def _stage_decode(self, layout: Layout) -> None:
         batch, count = self.input_batch, len(layout.computed)
         batch.refresh_metadata()  # type: ignore[no-untyped-call]
-        if self._begin is not None:
-            self._begin(self._ids_before(), self.fill_uniforms(layout.computed + 1))
+        if self._begin_decode is not None:
+            self._begin_decode(self._ids_before(), self.fill_uniforms(layout.computed + 1))
             return
         self.stage_uniforms(layout.computed + 1)
         places = self.positions[:count].add_(1)
@@ -77,7 +77,7 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
         self.inputs_embeds.gpu[:count].copy_(self.network.embed_input_ids(self._ids_before()))
 
     def _lengthen(self, layout: Layout) -> None:
-        if self._begin is None:
+        if self._begin_decode is None:
             super()._lengthen(layout)
 
     def _decode_inputs(self, layout: Layout) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class ThinkerDecodeMixin(CounterNoiseMixin, IncrementalDecodeMixin):
 
     @property
     def network(self) -> ThinkerNetwork:
-        """The network; there is one once it is loaded."""
+        """The network, once it is loaded."""
         return cast(ThinkerNetwork, self.get_model())
 
     def _hand_out(self, drawn: Tensor, ready: torch.cuda.Event | None) -> None:
-        """vLLM's engine hands them out."""
+        """Do nothing: vLLM's engine gives the ids to their sequences."""

@@ -44,7 +44,7 @@ from triton_omni.vllm_hooks.shared.incremental_schedule import core_step
 from triton_omni.vllm_hooks.shared.platform import lone_groups
 from triton_omni.vllm_hooks.shared.schedulers import PrefixCacheMixin
 from triton_omni.vllm_hooks.thinker import networks, prompt_media
-from triton_omni.vllm_hooks.thinker.hidden_rows import RowTap
+from triton_omni.vllm_hooks.thinker.hidden_rows import HiddenRowCollector
 from triton_omni.vllm_hooks.thinker.json_schemas import GRAMMAR_BACKEND, JsonSchemas, why_given_up
 from triton_omni.vllm_hooks.thinker.prefix_cache import prefix_keys, salted, scheduler_name
 from triton_omni.vllm_hooks.thinker.quantization import quantization_arguments
@@ -52,7 +52,7 @@ from triton_omni.vllm_hooks.thinker.rows import Piece, RowRelease
 from triton_omni.vllm_hooks.thinker.sequence import Sequence, Speech, end_ids, stop_string_of, to_parameters
 
 _WORKER = "triton_omni.vllm_hooks.thinker.worker.ThinkerWorker"
-_MEDIA_CACHE = "triton_omni.vllm_hooks.shared.schedulers.MediaCache"
+_ENCODER_CACHE_MANAGER = "triton_omni.vllm_hooks.shared.schedulers.EagerEncoderCacheManager"
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -84,19 +84,19 @@ class ThinkerVllmEngine:
             worker_cls=_WORKER,
             scheduler_cls=scheduler_name(
                 ahead=schedules_ahead(settings.engine, device),
-                steady=settings.steady_decode and settings.tensor_parallel_size == 1,
+                incremental=settings.steady_decode and settings.tensor_parallel_size == 1,
                 prefix_caching=settings.prefix_caching,
             ),
             prefix_caching=settings.prefix_caching,
             **quantization_arguments(settings, facts.four_bit, device, self.dtype),
             tensor_parallel_size=settings.tensor_parallel_size,
             hf_overrides={"architectures": [networks.THINKER_ARCHITECTURE]},
-            # `prepare` runs on that many threads: vLLM then keeps a tokenizer for each. Its cache of processed media
-            # is not made for threads, and its keys need decoded media.
+            # `prepare` runs on that many threads, and vLLM keeps a tokenizer for each. vLLM's cache of processed media
+            # is not thread-safe, and its keys need decoded media.
             renderer_num_workers=settings.preprocess_threads,
             mm_processor_cache_gb=0,
             skip_mm_profiling=True,
-            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_MEDIA_CACHE),
+            ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=_ENCODER_CACHE_MANAGER),
             structured_outputs_config=StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         )
         with lone_groups(settings.tensor_parallel_size):
@@ -104,7 +104,7 @@ class ThinkerVllmEngine:
         self._core: Any = self._llm.engine_core.engine_core  # type: ignore[attr-defined]
         self._schemas = JsonSchemas(self._llm.vllm_config, self._core.structured_output_manager)
         self._runner: Any = self._llm.model_executor.driver_worker.worker.model_runner
-        self._tap: RowTap = self._runner.row_tap
+        self._row_collector: HiddenRowCollector = self._runner.row_collector
         self._model: Any = self._runner.get_model()
         config: Any = self._llm.model_config.hf_config.thinker_config
         networks.check_time_scale(config)
@@ -129,7 +129,7 @@ class ThinkerVllmEngine:
         if self._prefixes is not None:
             self._prefixes.collect = self._collect_rows
             self._core.request_block_hasher = salted(self._core.request_block_hasher)
-        # vLLM's null block, which nobody reads: not at the first cancel, which would hold up every stream.
+        # Compile the zeroing now, on vLLM's unread null block: the first cancel would delay every stream.
         self._llm.model_executor.collective_rpc("clear_blocks", args=([0],))
         if device.type == "cuda":
             # vLLM warms up on a stream of this thread; another thread's, which may step, would not wait for it.
@@ -149,14 +149,14 @@ class ThinkerVllmEngine:
         self._check_length(len(prompt.token_ids), max_tokens)
         prompt_media.check_placeholders(prompt, self._media_ids)
         if prompt.multi_modal_data:
-            # Before the media are processed, which takes memory and time by their size.
+            # Check before the media are processed, which takes memory and time in proportion to their size.
             self._check_length(prompt_media.expanded_length(self._media.info, prompt, self._media_ids), max_tokens)
         engine_input = self._render(prompt)
         ids: list[int] = engine_input["prompt_token_ids"]
         self._check_length(len(ids), max_tokens)
         positions, _ = self._model.get_mrope_input_positions(ids, networks.media_features(engine_input))
         hasher = self._core.request_block_hasher
-        # Here, and not as the session opens: then all other sessions would wait.
+        # Here, not when the session opens, since all other sessions would then wait.
         prefixes = None if hasher is None else prefix_keys(hasher, self._core.scheduler.block_size, engine_input)
         return ThinkerPlaced(tuple(ids), positions.to(torch.int64), engine_input, prefixes)
 
@@ -165,16 +165,16 @@ class ThinkerVllmEngine:
         return prompt_media.media_length(self._media.info, media)
 
     def check_schema(self, schema: str, salt: str | None = None) -> None:
-        """See whether a JSON schema can be compiled; may be called from any thread. That one was checked before is of
-        use to requests of the same salt alone.
+        """Check that a JSON schema can be compiled; may be called from any thread. Only requests of the same salt share
+        the result.
 
         Raises:
-            BadRequest: it is none, or has what cannot be compiled.
+            BadRequest: it is no schema, or cannot be compiled.
         """
         self._schemas.check(schema, salt)
 
     def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
-        """See whether the schemas of tools can be compiled, each and together; raises what `check_schema` does."""
+        """Check that the schemas of tools can be compiled, each and together; raises as `check_schema`."""
         self._schemas.check_tools(rules, salt)
 
     def add_sequence(
@@ -201,18 +201,18 @@ class ThinkerVllmEngine:
             raise BadRequest(f"the thinker refused the request: {error}") from error
         self._runner.place(request_id, placed.positions)
         is_shared = self._prefixes is not None and "cache_salt" in placed.engine_input
-        self._tap.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
+        self._row_collector.follow(request_id, self._media_places(placed), wants_rows=want_rows, is_shared=is_shared)
         speech = Speech(sampling)
         release = RowRelease(len(placed.prompt_token_ids), cuts=speech.cuts)
-        # Kept, since vLLM forgets them before it tells how the reply ended.
+        # Kept, since vLLM forgets them before it reports how the reply ended.
         detokenizer = self._llm.output_processor.request_states[request_id].detokenizer
         structured = self._core.scheduler.requests[request_id].structured_output_request
         self._sequences[key] = Sequence(key, request_id, want_rows, release, detokenizer, structured, speech)
         self._keys[request_id] = key
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
-        self._core.scheduler.held = held
+        self._core.scheduler.paused = paused
 
     @property
     def steps_under_way(self) -> int:
@@ -224,7 +224,7 @@ class ThinkerVllmEngine:
         if not self.has_work():
             return []
         if self.device.type == "cuda":
-            # A thread's current device; whoever made the engine may have been another thread.
+            # The current device is a thread's, and another thread may have made the engine.
             torch.cuda.set_device(self._runner.device)
         news: dict[str, RequestOutput] = {output.request_id: output for output in self._vllm_step()}
         failed = self._fail_for_memory()
@@ -237,7 +237,7 @@ class ThinkerVllmEngine:
         return failed + [output for sequence in present for output in self._advance(sequence, news.get(sequence.key))]
 
     def _vllm_step(self) -> list[RequestOutput]:
-        """vLLM's `LLMEngine.step`, of a step that its core makes or that goes on."""
+        """vLLM's `LLMEngine.step`, for a step of its core or an incremental one."""
         processor: Any = self._llm.output_processor
         processed = processor.process_outputs(core_step(self._llm.engine_core, self._runner))
         # The core does not know that the sequence ended with a stop string.
@@ -249,7 +249,7 @@ class ThinkerVllmEngine:
         """Drop a sequence and everything it holds; unknown keys are ignored."""
         sequence = self._give_up(key)
         if sequence is not None:
-            # It is not known yet that all its values are finite: a step may be in flight.
+            # A step may be in flight, so its values may not be finite.
             self._clear_cache_of(sequence)
 
     def has_work(self) -> bool:
@@ -279,11 +279,11 @@ class ThinkerVllmEngine:
         """Release the device; the engine cannot be used afterwards."""
         for key in tuple(self._sequences):
             self._give_up(key)
-        self._tap.steps.clear()
+        self._row_collector.steps.clear()
         self._llm.engine_core.shutdown()
 
     def _media_places(self, placed: ThinkerPlaced) -> NDArray[np.bool_]:
-        """bool [P]: the prompt's tokens that stand for a medium; in text there are none, as `prepare` saw."""
+        """Return bool [P], True for tokens that stand for a medium; text alone has none, as `prepare` ensured."""
         ids = placed.prompt_token_ids
         if not placed.engine_input.get("mm_placeholders"):
             return np.zeros(len(ids), np.bool_)
@@ -307,7 +307,7 @@ class ThinkerVllmEngine:
         return rendered if prompt.cache_salt is None else {**rendered, "cache_salt": prompt.cache_salt}
 
     def _fail_for_memory(self) -> list[ThinkerOutput]:
-        """Give up the sequences with a medium for which there was no memory in the step that was just begun."""
+        """Fail the sequences with a medium that found no memory in the step just begun."""
         found, self._runner.without_memory = self._runner.without_memory, {}
         failed = {self._keys[request_id]: kind for request_id, kind in found.items() if request_id in self._keys}
         for key in failed:
@@ -315,9 +315,9 @@ class ThinkerVllmEngine:
         return [ThinkerOutput(key, error=f"the device has no memory for this {kind}") for key, kind in failed.items()]
 
     def _collect_rows(self) -> None:
-        """Sort the steps' rows that have arrived to their sequences, and note which got some."""
-        while self._tap.steps and self._tap.steps[0].arrived:
-            step = self._tap.steps.popleft()
+        """Give the rows that have arrived to their sequences, and note which sequences got some."""
+        while self._row_collector.steps and self._row_collector.steps[0].arrived:
+            step = self._row_collector.steps.popleft()
             finite = bool(step.finite.all())
             for segment in step.segments:
                 key = self._keys.get(segment.request_id)
@@ -332,11 +332,11 @@ class ThinkerVllmEngine:
                 self._touched[key] = None
 
     def _advance(self, sequence: Sequence, news: RequestOutput | None) -> list[ThinkerOutput]:
-        """Outputs of one sequence in this step; several only when rows of more than one step came free."""
+        """Return the outputs of one sequence in this step; several only if rows of more than one step are released."""
         given = sequence.release.pop_pieces()
         if not (sequence.is_sound and all(piece.is_finite for piece in given)):
             if self._prefixes is not None and not sequence.release.has_computed:
-                # The blocks that it hit may be the cause, and would fail the next caller too.
+                # The cached blocks that it hit may be the cause, and would fail the next caller too.
                 self._prefixes.distrust(sequence.request_id)
             self.abort(sequence.key)
             return [ThinkerOutput(sequence.key, error="a hidden state is not finite (NaN or infinity)")]
@@ -355,7 +355,7 @@ class ThinkerVllmEngine:
         finish = _FINISH.get(completion.finish_reason)
         error, given_up, stop_string = None, None, stop_string_of(completion)
         if stop_string is not None:
-            # It is not known that the withheld rows are finite, and a step may be in flight.
+            # A step may be in flight, and the withheld rows may not be finite.
             self._clear_cache_of(sequence)
         if news.finished:
             self._drop(sequence.key)
@@ -367,7 +367,7 @@ class ThinkerVllmEngine:
                 error = f"{release.next_position} of the sequence's {release.limit} hidden rows were computed"
         return ThinkerOutput(
             key=sequence.key,
-            text=completion.text if reader is None else reader.told.text,
+            text=completion.text if reader is None else reader.delta.text,
             token_ids=tuple(completion.token_ids),
             cached_tokens=news.num_cached_tokens or 0,
             rows=rows.rows,
@@ -375,7 +375,7 @@ class ThinkerVllmEngine:
             rows_ready=rows.rows_ready,
             finish_reason=None if error or finish is None else sequence.speech.why_finished(finish, stop_string),
             stop_string=stop_string,
-            calls=() if reader is None else reader.told.calls,
+            calls=() if reader is None else reader.delta.calls,
             rows_done=sequence.rows_done,
             error=error,
             is_refused=given_up is not None,
@@ -395,6 +395,6 @@ class ThinkerVllmEngine:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._keys.pop(sequence.request_id)
-            self._tap.forget(sequence.request_id)
+            self._row_collector.forget(sequence.request_id)
             self._runner.forget_place(sequence.request_id)
         return sequence

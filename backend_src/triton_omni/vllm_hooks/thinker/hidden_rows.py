@@ -2,7 +2,7 @@
 """Hidden rows out of vLLM's V1 model runner: input embedding plus last hidden state of scheduled positions.
 
 One gather a step for the whole batch; nothing is copied per request and nothing waits for the device.
-It knows positions and request ids; which rows may be given when is in `rows.py`.
+It knows positions and request ids; `rows.py` decides when a row may be given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     stop: int
     flag_offset: int
     row_offset: int | None
-    """Where the request's rows begin in the step's rows; None when it wants none."""
+    """Start of the request's rows in the step's rows; None when it wants none."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepRows:
     """Rows of one engine step.
 
     Attributes:
-        segments: which tokens are whose, in the order of the batch.
+        segments: the tokens of each request, in the order of the batch.
         rows: [n, H] on the device, engine dtype, a tensor of its own and no view of a graph's pool; None when
             nobody wants rows.
         finite: bool [tokens] on the host: the token's hidden state has no NaN or infinity; valid once `arrived`.
@@ -64,7 +64,7 @@ class StepRows:
 
 
 class Kept(NamedTuple):
-    """Where rows of a step are also kept."""
+    """A second place in which rows of a step are kept."""
 
     table: Tensor
     """[slots, H], of the rows' dtype."""
@@ -83,7 +83,7 @@ class GatherPlan:
     zeroed: NDArray[np.bool_]
 
     def take_embeddings(self, embeddings: Tensor) -> Tensor | None:
-        """Input embeddings [n, H] of the rows, zero at media; to be called before the model runs.
+        """Return the input embeddings [n, H] of the rows, zero at media; call this before the model runs.
 
         vLLM's fused norm on a GPU adds the residual stream into the very buffer that holds the embeddings.
 
@@ -92,13 +92,13 @@ class GatherPlan:
         """
         if not len(self.indices):
             return None
-        taken = self._take(embeddings).clone() if self._are_first else self._take(embeddings)
+        taken = self._rows_of(embeddings).clone() if self._are_first else self._rows_of(embeddings)
         if self.zeroed.any():
             taken.masked_fill_(to_device(torch.from_numpy(self.zeroed), embeddings.device).unsqueeze(1), 0)
         return taken
 
     def complete_apart(self, taken: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Complete rows that are not those of the batch's first tokens; returns what is left to complete, all or none.
+        """Complete rows unless they are those of the batch's first tokens; return all that are left, or None.
 
         Args:
             taken: what `take_embeddings` gave.
@@ -106,20 +106,20 @@ class GatherPlan:
         """
         if taken is None or self._are_first:
             return taken
-        taken.add_(self._take(hidden))
+        taken.add_(self._rows_of(hidden))
         return None
 
     def select(self, rows: Tensor) -> Tensor | None:
-        """Return the rows [n, H] of those of all tokens [tokens of the batch, H]; a view where they are the first."""
-        return self._take(rows) if len(self.indices) else None
+        """Return the rows [n, H] among those of all tokens [tokens of the batch, H]; a view if they are the first."""
+        return self._rows_of(rows) if len(self.indices) else None
 
     @property
     def _are_first(self) -> bool:
-        """True if the rows are those of the batch's first tokens, as where all sequences decode and want rows."""
+        """True if the rows are those of the batch's first tokens, as when all sequences decode and want rows."""
         return bool(self.indices[-1] == len(self.indices) - 1)
 
-    def _take(self, tokens: Tensor) -> Tensor:
-        """Select the rows of [tokens of the batch, H]; a view where they are the first."""
+    def _rows_of(self, tokens: Tensor) -> Tensor:
+        """Select the rows from [tokens of the batch, H]; a view if they are the first."""
         if self._are_first:
             return tokens[: len(self.indices)]
         return tokens.index_select(0, to_device(torch.from_numpy(self.indices), tokens.device))
@@ -127,31 +127,30 @@ class GatherPlan:
 
 @dataclass
 class _Followed:
-    """A request: its media's positions bool [P], whether it wants rows, and from which position on none was taken
-    yet."""
+    """A request: its media's positions bool [P], whether it wants rows, and the first position not taken yet."""
 
     media: NDArray[np.bool_]
     wants_rows: bool
     untaken: int = 0
 
     def claim(self, start: int, stop: int) -> int:
-        """Take positions [start, stop); returns where those begin that were not taken before."""
+        """Take positions [start, stop); return the first that was not taken before."""
         first = start if start >= self.untaken else min(self.untaken, stop)
         self.untaken = max(self.untaken, stop)
         return first
 
 
-class RowTap:
-    """Knows the requests, and keeps the rows of steps until they are taken.
+class HiddenRowCollector:
+    """Keeps the rows of steps, by request, until they are taken.
 
-    Each row is taken once: of what a preempted sequence computes again, whoever waits for rows has them already.
-    `follow` and `forget` are called between steps, on the thread that steps the engine.
+    Each row is taken once, also if a preempted sequence computes it again. `follow` and `forget` are called between
+    steps, on the thread that steps the engine.
     """
 
     def __init__(self) -> None:
         self._followed: dict[str, _Followed] = {}
         self.shared: set[str] = set()
-        """Requests of which later ones may reuse cached tokens."""
+        """Requests whose cached tokens later ones may reuse."""
         self.finish: Callable[[Tensor | None, Tensor, Kept | None], Tensor] = finish
         """Replacement of `finish`."""
         self.steps: deque[StepRows] = deque()
@@ -173,11 +172,11 @@ class RowTap:
         self.shared.discard(request_id)
 
     def skipped(self, request_ids: list[str], starts: NDArray[np.integer[Any]]) -> list[Segment]:
-        """Take the positions that were neither computed for a request nor taken before: it begins after them, since
-        they are cached. Rows of all of them adjoin, whoever wants some.
+        """Take the positions that a request skips because they are cached, unless they were taken before. The rows of
+        all requests are contiguous, whether wanted or not.
 
         Args:
-            request_ids, starts: as in `plan`, which is asked after this.
+            request_ids, starts: as in `plan`, which is called after this.
         """
         found, total = [], 0
         for request_id, first in zip(request_ids, starts[: len(request_ids)].tolist(), strict=True):
@@ -205,12 +204,12 @@ class RowTap:
     def plan(
         self, request_ids: list[str], starts: NDArray[np.integer[Any]], bounds: NDArray[np.integer[Any]]
     ) -> GatherPlan:
-        """Return the rows to take from a step's batch; asked once a step.
+        """Return the rows to take from a step's batch; called once a step.
 
         Args:
             request_ids: of the batch, in its order.
             starts: [B] position of each request's first scheduled token.
-            bounds: [B + 1] where each request's tokens begin in the batch, and the end.
+            bounds: [B + 1] start of each request's tokens in the batch, and the end.
         """
         count = len(request_ids)
         firsts, edges = starts[:count].tolist(), bounds[: count + 1].tolist()
@@ -275,11 +274,11 @@ def finish(rows: Tensor | None, hidden: Tensor, kept: Kept | None = None) -> Ten
 
 
 class HiddenRowsMixin(_Runner):
-    """Adds `row_tap` to vLLM's V1 model runner. Put it before the platform's runner in the bases."""
+    """Adds `row_collector` to vLLM's V1 model runner. Put it before the platform's runner in the bases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.row_tap = RowTap()
+        self.row_collector = HiddenRowCollector()
         # Every rank has all rows; those of rank 0 are taken.
         self._gives_rows = not self.parallel_config.rank
 
@@ -300,7 +299,7 @@ class HiddenRowsMixin(_Runner):
         inputs_embeds[int(bounds[len(batch.req_ids)]) :].zero_()
         if not self._gives_rows:
             return super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
-        plan = self.row_tap.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        plan = self.row_collector.plan(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         taken = self._take_embeddings(plan, inputs_embeds)
         hidden = super()._model_forward(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
         self._record_rows(plan, taken, hidden)
@@ -310,7 +309,7 @@ class HiddenRowsMixin(_Runner):
         return plan.take_embeddings(inputs_embeds)
 
     def _record_rows(self, plan: GatherPlan, taken: Tensor | None, hidden: Tensor) -> None:
-        self.row_tap.record(plan, taken, hidden)
+        self.row_collector.record(plan, taken, hidden)
 
 
 def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:

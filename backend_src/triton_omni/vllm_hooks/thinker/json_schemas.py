@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replies held to a JSON schema or to tools: vLLM's structured output by llguidance, whose work a step is bounded.
+"""Constrains replies to a JSON schema or to tools: vLLM's structured output by llguidance, with bounded work a step.
 
-vLLM's other grammar compilers take minutes for some small schemas, and seconds a token for what they make of others,
-on the thread that steps everybody; llguidance gives such a sequence up. This module knows vLLM's manager of grammars,
+vLLM's other grammar compilers take minutes for some small schemas, and their grammars for others take seconds a token
+on the stepping thread; llguidance gives such a sequence up. This module knows vLLM's manager of grammars,
 neither sequences nor requests.
 """
 
@@ -37,10 +37,10 @@ class _LockedBackend(GuidanceBackend):
 
     @staticmethod
     def _build_ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-        """llguidance's tokenizer, to which no text spells a special token.
+        """Return llguidance's tokenizer, changed so that no text spells a special token.
 
-        It tokenises what a schema prescribes as it tokenises a prompt: a constant that spells `<|im_end|>` would let
-        that token, and no other, be drawn, which the grammar then rejects.
+        It also tokenises a schema's constants. A constant that spells `<|im_end|>` would otherwise allow only that
+        token, which the grammar then rejects.
         """
         import llguidance
 
@@ -60,9 +60,9 @@ class _LockedBackend(GuidanceBackend):
 
 
 class CheckedParams(SamplingParams):
-    """vLLM's parameters of a request whose schema, if it has one, `JsonSchemas.check` has seen.
+    """vLLM's parameters of a request whose schema, if any, `JsonSchemas.check` has checked.
 
-    vLLM would check it once more as it takes the request, on the thread that steps everybody.
+    vLLM would check it again on the stepping thread, when it takes the request.
     """
 
     def _validate_structured_outputs(self, *_: Any) -> None:
@@ -84,9 +84,9 @@ class JsonSchemas:
         self._verdicts = SchemaVerdicts()
 
     def prepare(self) -> GuidanceBackend:
-        """The engine's compiler; the first call reads the vocabulary, which would hold up a step.
+        """Return the engine's compiler; the first call reads the vocabulary, which would delay a step.
 
-        To be called before a sequence with a schema is added: vLLM makes a compiler of its own where it finds none.
+        Call this before a sequence with a schema is added; otherwise vLLM makes a compiler of its own.
         """
         with self._lock:
             if self._manager.backend is None:
@@ -97,24 +97,24 @@ class JsonSchemas:
 
     @property
     def end_id(self) -> int:
-        """The id that ends a reply which its schema allows to end."""
+        """The id that ends a reply once its schema allows that."""
         return int(self.prepare().ll_tokenizer.eos_token)
 
     def check(self, schema: str, salt: str | None = None) -> None:
-        """See whether a schema can be compiled; the first time of a salt in a process of its own, for 0.1 s.
+        """Check that a schema can be compiled. The first time for a salt takes 0.1 s, in a process of its own.
 
         Raises:
-            BadRequest: it is no JSON schema, or has what llguidance does not support; the message says what, and where.
+            BadRequest: it is no JSON schema, or llguidance does not support a part of it, which the message names.
             TooLarge: compiling it takes too much time or memory.
         """
         self.prepare()
         _refuse(self._verdicts.of([schema], salt), _SCHEMA)
 
     def check_tools(self, rules: ToolRules, salt: str | None = None) -> None:
-        """See whether the schemas of tools can be compiled, and the grammar that they are parts of; else as `check`.
+        """Check that the schemas of tools can be compiled, and the grammar with them; otherwise as `check`.
 
         Raises:
-            BadRequest, TooLarge: as `check` does.
+            BadRequest, TooLarge: as `check`.
         """
         self.prepare()
         schemas = [held_schema(function) for function in rules.functions]
@@ -136,7 +136,7 @@ def _refuse(verdict: Verdict, path: str) -> None:
 
 
 def why_given_up(grammar: Any, *, has_tools: bool) -> str | None:
-    """Why the grammar of an ended sequence let it end before its schema did, or None."""
+    """Return why the grammar of an ended sequence gave up before its schema allowed the end; None = it did not."""
     error = grammar.ll_matcher.get_error()
     told, path = shown(" ".join(error.split())), _TOOLS if has_tools else _SCHEMA
     return f"{path}: the reply could not be held to it, give a simpler one: {told}" if error else None

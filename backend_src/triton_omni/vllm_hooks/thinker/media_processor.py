@@ -57,7 +57,7 @@ class MediaInputs(ProcessorInputs):
 
 
 class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
-    """vLLM's, for one medium at a time. Where videos are heard, the first sounds are theirs, in their order; the others
+    """vLLM's, for one medium at a time. If videos are heard, the first sounds are theirs, in their order; the others
     have placeholders.
 
     A medium processed beside others may differ in its last bits: sounds are padded to the longest. By itself it has the
@@ -100,7 +100,7 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
         return MultiModalProcessingResult(
             prompt_ids=inputs.prompt,
             kwargs=MultiModalKwargsItems(found),
-            # Those of vLLM need the content, which known media do not have any more.
+            # vLLM's own need the content, which known media do not have any more.
             hashes={kind: [slot.identifier or f"own-{next(self._numbers)}" for slot in slots[kind]] for kind in slots},
             prompt_updates=self._get_mm_prompt_updates(media, options, MultiModalKwargsItems(sizes)),
         )

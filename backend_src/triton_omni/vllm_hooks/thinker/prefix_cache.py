@@ -28,12 +28,18 @@ class PrefixIncrementalScheduler(PrefixCacheMixin, IncrementalAsyncScheduler):
     """For such steps, and incremental ones."""
 
 
-def scheduler_name(*, ahead: bool, steady: bool, prefix_caching: bool) -> str:
-    """Name of the class; `ahead`: a step is launched while the device runs the one before, `steady`: steps go on."""
+def scheduler_name(*, ahead: bool, incremental: bool, prefix_caching: bool) -> str:
+    """Return the class's path.
+
+    Args:
+        ahead: a step is launched while the device runs the one before.
+        incremental: decode steps are incremental where possible; needs `ahead`.
+        prefix_caching: cached prompts are used again.
+    """
     if prefix_caching:
-        kind = ("PrefixIncrementalScheduler" if steady else "PrefixAsyncScheduler") if ahead else "PrefixScheduler"
+        kind = ("PrefixIncrementalScheduler" if incremental else "PrefixAsyncScheduler") if ahead else "PrefixScheduler"
         return f"triton_omni.vllm_hooks.thinker.prefix_cache.{kind}"
-    if ahead and steady:
+    if ahead and incremental:
         return "triton_omni.vllm_hooks.shared.incremental_schedule.IncrementalAsyncScheduler"
     return f"triton_omni.vllm_hooks.shared.schedulers.{'PausableAsyncScheduler' if ahead else 'PausableScheduler'}"
 

@@ -120,7 +120,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TimeScale:
-    """How times of a video become positions; from the checkpoint."""
+    """Scale from times of a video to positions; from the checkpoint."""
 
     per_second: int
     chunk_seconds: float

@@ -4,7 +4,7 @@
 vLLM lays any mix of sequences out by two dozen small operations, during which an idle device waits. That delays the
 first audio of a single request, so such a step is laid out by a few copies.
 
-The first message of a session carries its prompt's positions, so they are computed while the request is prepared. vLLM
+The first message of a session carries its prompt's positions, so preprocessing computes them. vLLM
 would compute them again in the prompt's first step, for which all wait. This module knows vLLM's buffers.
 """
 

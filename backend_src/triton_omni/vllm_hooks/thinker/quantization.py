@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the thinker's decoder is quantised: to 8 bits by a setting, or to 4 by the checkpoint; and where neither runs.
+"""Quantisation of the thinker's decoder, to 8 bits by a setting or to 4 by the checkpoint, and its requirements.
 
 A checkpoint's own 4 bits need no argument: vLLM reads `quantization_config`, takes the kernels of Machete or Marlin on
 a GPU and its `cpu_gemm_wna16` on a CPU, and leaves towers, embedding and head as they are.
@@ -24,20 +24,20 @@ _OLDEST_GPU = 75
 def quantization_arguments(
     settings: ThinkerSettings, four_bit: FourBit | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Engine arguments of a way to quantise the decoder's weights while they are loaded; none = as they are stored.
+    """Return the engine arguments that quantise the decoder's weights at load; empty = weights stay as they are stored.
 
-    For `fp8` one scale a row of the weights and one a token (E4M3 on both sides); fused decode steps leave the tokens'
-    numbers as they are. So are the towers: a step does not run them, and FP8's kernels do not take every width that a
-    vision tower has.
+    `fp8` has one scale for each row of the weights and one for each token (E4M3 on both sides); fused decode steps do
+    not quantise the tokens. The towers stay as they are: decode steps do not run them, and FP8's kernels do not take
+    every width of a vision tower.
 
     Args:
         settings: of the stage.
-        four_bit: how the checkpoint has them already; None = not quantised.
+        four_bit: the checkpoint's own quantisation; None = none.
         device: of the engine.
         dtype: of its activations.
 
     Raises:
-        SettingsError: setting, checkpoint, device and dtype cannot be had together.
+        SettingsError: setting, checkpoint, device and dtype do not go together.
     """
     if four_bit is not None:
         _check_four_bit(settings, four_bit, device, dtype)
@@ -70,7 +70,7 @@ def _check_four_bit(settings: ThinkerSettings, four_bit: FourBit, device: torch.
             f"device: {device} has compute capability {capability.as_version_str()}, {weights} need "
             f"{_OLDEST_GPU / 10} or more; serve a checkpoint that is not quantised"
         )
-    # vLLM compiles it for AVX-512 alone. A vLLM of another platform is refused with the engine's arguments.
+    # vLLM compiles it for AVX-512 alone. `engine_args` refuses a vLLM of another platform.
     if device.type == current_platform.device_type == "cpu" and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         raise SettingsError(
             f"device: this CPU has no AVX-512, {weights} need it; serve a checkpoint that is not quantised, or on a GPU"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden rows of a sequence: which may be given, and those of cached tokens.
+"""Decides which hidden rows of a sequence may be given, and keeps the rows of cached tokens.
 
 A row is given once and in order, none past the last known token. A sequence that begins after a cached prefix computes
-no rows of it, so they are kept. They lie by the slots of the key-value cache: a row is valid wherever keys and values
-are. There is neither a table nor an eviction besides vLLM's.
+no rows of the prefix, so they are kept. They have the slots of the key-value cache: a row is valid if its keys and
+values are. So no other table or eviction than vLLM's is needed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Piece:
 
     @classmethod
     def of(cls, step: StepRows, segment: Segment, *, finite: bool) -> Piece:
-        """A sequence's part of a step, views, no copies; `finite` tells whether all of the step is, which is asked once
-        and not for each of many sequences."""
+        """Return views of a sequence's part of a step. `finite` is True if all of the step is finite, which is checked
+        once and not for each sequence.
+        """
         count, rows = segment.stop - segment.start, None
         if segment.row_offset is not None and step.rows is not None:
             rows = step.rows[segment.row_offset : segment.row_offset + count]
@@ -63,9 +64,9 @@ class Piece:
 
 
 class Cut:
-    """Counts the tokens of a reply that are spoken, of a text of which only the first characters may be.
+    """Counts the spoken tokens of a reply, of whose text perhaps only the first characters are spoken.
 
-    A token is spoken if a character of it is.
+    A token is spoken if one of its characters is.
     """
 
     def __init__(self) -> None:
@@ -75,25 +76,25 @@ class Cut:
         self._starts: deque[int] = deque()
 
     def count_token(self, length: int) -> None:
-        """A token came, and with it the text has `length` characters."""
+        """Count a token; with it the text has `length` characters."""
         self._starts.append(self._length)
         self._length = length
 
     def keep_before(self, length: int) -> None:
-        """So many characters are spoken in any case."""
+        """Note that the first `length` characters are spoken in any case."""
         while self._starts and self._starts[0] < length:
             self._starts.popleft()
             self.kept += 1
 
     def keep_all(self) -> None:
-        """The reply is over, and all of it is spoken."""
+        """Note that the reply is over, and that all of it is spoken."""
         self.keep_before(self._length + 1)
 
 
 class StopCut(Cut):
     """The cut of a reply that a stop string may end.
 
-    A stop string ends in text that is not there yet, so it begins less than its own length before the end of what is.
+    A stop string whose end has not come yet begins less than its own length before the text's present end.
 
     Args:
         stop: the stop strings, none empty.
@@ -104,12 +105,12 @@ class StopCut(Cut):
         self._reach = max(map(len, stop)) - 1
 
     def count_token(self, length: int) -> None:
-        """A token came, and with it the text has `length` characters."""
+        """Count a token; with it the text has `length` characters."""
         super().count_token(length)
         self.keep_before(length - self._reach)
 
     def close(self, length: int | None) -> None:
-        """The reply is over: a stop string left `length` characters, or None did."""
+        """Note that the reply is over; a stop string left `length` characters (None = no stop string ended it)."""
         if length is None:
             self.keep_all()
         else:
@@ -129,11 +130,11 @@ class RowRelease:
     reply_tokens: int = 0
     next_position: int = 0
     cuts: Sequence[Cut] = ()
-    """Cuts of a reply that stop strings or calls may end; a token is spoken if it is by all."""
+    """Cuts of a reply that stop strings or calls may end; a token is spoken if every cut speaks it."""
     is_sound: bool = True
     """False once a hidden state was not finite, given or not."""
     has_computed: bool = False
-    """True once it has a finite row of its own, so that all before it, which the row depends on, is sound."""
+    """True once it computed a finite row, which proves that everything before the row is sound."""
     held: deque[Piece] = field(default_factory=deque)
 
     @property
@@ -147,7 +148,7 @@ class RowRelease:
         return sum(len(piece.rows) for piece in self.held if piece.rows is not None)
 
     def drop_if_spoken(self) -> bool:
-        """To be asked once nothing more is spoken: return True if all rows of what is were given; drop the others."""
+        """Once nothing more is spoken: return True if all rows of spoken tokens were given, and drop the others."""
         is_over = self.next_position == self.prompt_tokens + min(cut.kept for cut in self.cuts)
         if is_over:
             self.held.clear()
@@ -183,10 +184,10 @@ class RowMirror:
         self._block_size = block_size
 
     def read(self, parts: Sequence[Segment], blocks: Sequence[Sequence[int]]) -> StepRows:
-        """Rows of sequences' cached tokens, as a step gives them, each flagged by itself.
+        """Return the rows of sequences' cached tokens in the form of a step, with a flag for each row.
 
         Args:
-            parts: which tokens of which sequence.
+            parts: the tokens of each sequence.
             blocks: each sequence's blocks of the cache.
         """
         slots = [self._slots(part, mine) for part, mine in zip(parts, blocks, strict=True)]
@@ -200,10 +201,10 @@ class RowMirror:
 
 
 class RowMirrorMixin(HiddenRowsMixin):
-    """Keeps the mirror where there is a prefix cache. While no request shares its tokens, steps are those without one.
+    """Keeps the mirror if there is a prefix cache. While no request shares its tokens, steps run as without a mirror.
 
-    A step's rows are written outside of what is recorded, by the kernel that completes them. So a decode step of
-    sequences that want their rows launches nothing more than one without a mirror.
+    The kernel that completes a step's rows also writes them to the mirror, outside of the recorded graph. So a decode
+    step of sequences that want their rows launches no further kernel.
     """
 
     mirror: RowMirror | None = None
@@ -215,28 +216,28 @@ class RowMirrorMixin(HiddenRowsMixin):
             config, inputs = self.kv_cache_config, self.inputs_embeds.gpu
             (group,) = config.kv_cache_groups
             self.mirror = RowMirror(config.num_blocks, group.kv_cache_spec.block_size, inputs)
-            # Compiled here where it is a kernel; all of this is zero and stays so.
+            # Compiles the kernel, if it is one; all values here are zero and stay zero.
             first = Kept(self.mirror.rows, torch.zeros(1, dtype=torch.int64, device=inputs.device))
-            self.row_tap.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
+            self.row_collector.finish(torch.zeros_like(inputs[:1]), torch.zeros_like(inputs[:1]), first)
 
     @property
     def _used_mirror(self) -> RowMirror | None:
-        return self.mirror if self.row_tap.shared else None
+        return self.mirror if self.row_collector.shared else None
 
     def _model_forward(self, *args: Any, **named: Any) -> Any:
         batch, mirror = self.input_batch, self._used_mirror
-        if mirror is not None and (parts := self.row_tap.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
+        if mirror is not None and (parts := self.row_collector.skipped(batch.req_ids, batch.num_computed_tokens_cpu)):
             blocks = [self.requests[part.request_id].block_ids[0] for part in parts]
-            self.row_tap.steps.append(mirror.read(parts, blocks))
+            self.row_collector.steps.append(mirror.read(parts, blocks))
         return super()._model_forward(*args, **named)
 
     def _take_embeddings(self, plan: GatherPlan, inputs_embeds: Tensor) -> Tensor | None:
-        """Those of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
+        """Take the embeddings of all tokens, zero at media: the mirror keeps rows that nobody wants now."""
         if self._used_mirror is None:
             return super()._take_embeddings(plan, inputs_embeds)
         batch, bounds = self.input_batch, self.query_start_loc.np
         embeddings = inputs_embeds[: int(bounds[len(batch.req_ids)])].clone()
-        media = self.row_tap.media_places(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
+        media = self.row_collector.media_places(batch.req_ids, batch.num_computed_tokens_cpu, bounds)
         if len(media):
             embeddings.index_fill_(0, to_device(torch.from_numpy(media), embeddings.device), 0)
         return embeddings
@@ -246,4 +247,4 @@ class RowMirrorMixin(HiddenRowsMixin):
             super()._record_rows(plan, taken, hidden)
             return
         slots = self.input_batch.block_table[0].slot_mapping.gpu[: taken.shape[0]]
-        self.row_tap.record_kept(plan, taken, hidden, Kept(mirror.rows, slots))
+        self.row_collector.record_kept(plan, taken, hidden, Kept(mirror.rows, slots))

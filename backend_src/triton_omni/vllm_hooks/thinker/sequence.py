@@ -65,7 +65,7 @@ class Speech:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """What cuts it off."""
+        """Return the cuts that end its rows."""
         return tuple(cut for cut in (self._stop, self._call) if cut is not None)
 
     @property

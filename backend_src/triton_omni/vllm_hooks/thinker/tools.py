@@ -80,8 +80,8 @@ def _json(schema: str) -> str:
 # --- calls in a reply -------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
-    """What a step's text tells."""
+class ReplyDelta(NamedTuple):
+    """The text and calls of one step."""
 
     text: str = ""
     """Text to be said."""
@@ -97,8 +97,8 @@ class CallReader:
     def __init__(self) -> None:
         self.said = 0
         """Characters of the text that are said."""
-        self.told = Told()
-        """What the last step's text told."""
+        self.delta = ReplyDelta()
+        """Text and calls of the last step."""
         self._text = ""
         # It reads text, no tokens.
         self._parser = Hermes2ProToolParser(_NO_TOKENIZER)
@@ -117,7 +117,7 @@ class CallReader:
         if is_last and not self.has_begun:
             content += self._text[self.said :]
             self.said = len(self._text)
-        self.told = Told(content, tuple(map(_piece, found.tool_calls if found else ())))
+        self.delta = ReplyDelta(content, tuple(map(_piece, found.tool_calls if found else ())))
 
 
 def _piece(call: Any) -> CallPiece:
