@@ -54,18 +54,18 @@ ANY_SEAL = _AnySeal()
 
 
 def thinker_message(tensors: Mapping[str, Value]) -> ThinkerMessage:
-    """What the thinker has sent."""
+    """Return the message that the thinker has sent."""
     return ThinkerMessage.from_tensors(tensors, ANY_SEAL)
 
 
 def talker_message(tensors: Mapping[str, Value]) -> TalkerMessage:
-    """What the talker has sent."""
+    """Return the message that the talker has sent."""
     return TalkerMessage.from_tensors(tensors, ANY_SEAL)
 
 
 @dataclass
 class Reply:
-    """What a client got from one request."""
+    """A client's responses to one request."""
 
     responses: list[dict[str, Value]] = field(default_factory=list)
     error: OmniError | None = None
@@ -256,7 +256,7 @@ class FakeEnsemble:
 
 
 class FakeIntake:
-    """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool.
+    """A prompt is `text_input`; `bad` is refused; P is its length. A slow prompt, or one in `later`, is for the pool.
     There one that is `held` keeps each request until `goes_on` is set, or it is closed.
     """
 
@@ -319,7 +319,7 @@ class FakeIntake:
 
 
 class _FakeEngine:
-    """What the fake engines share: open keys, injected faults, a pause a step."""
+    """Base of the fake engines: open keys, injected faults, a pause a step."""
 
     def __init__(self) -> None:
         self.open_keys: dict[str, object] = {}
@@ -409,7 +409,7 @@ class FakeTalkerEngine(_FakeEngine):
         self.stop_after = stop_after
         self.cached = cached
         self.fed: list[float] = []
-        """What came of all sequences."""
+        """Values of all rows fed, whatever the sequence."""
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dashboard and the alerts ask for, for tests with and without a server."""
+"""Queries of the dashboard and the alerts, for tests with and without a server."""
 
 from __future__ import annotations
 

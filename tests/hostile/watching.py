@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files and connections a call opens, told by an audit hook.
+"""Lists the files and connections that a call opens, by an audit hook.
 
 The hook lives in a process of its own: it cannot be taken away again, and before Python 3.12 threads that begin under
 coverage fail where a process has one (`sys.settrace` gives way to other threads while hooks run).
