@@ -31,7 +31,7 @@ def _reference_in_full_float32() -> None:
 
 @pytest.fixture
 def clock() -> Iterator[LoopClock]:
-    """Of the thread that steps an engine, as a stage's loop has one."""
+    """Clock of the thread that steps an engine, as a stage's loop has one."""
     clock = LoopClock()
     clock.attach()
     yield clock

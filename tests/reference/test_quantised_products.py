@@ -139,7 +139,7 @@ class Linear(nn.Module):
 
 @dataclass
 class Norm:
-    """As vLLM's `RMSNorm`, in plain PyTorch."""
+    """vLLM's `RMSNorm` in plain PyTorch."""
 
     weight: Tensor
     variance_epsilon: float = 1e-6
@@ -149,7 +149,7 @@ class Norm:
 
 
 def decoder_layer(*, e4m3: bool = True) -> Any:
-    """As vLLM has it. What its heads see is sines of their queries: attention is another test's."""
+    """Return a layer as vLLM has it. Its heads give sines of their queries, since another test covers attention."""
 
     def linear(width: int, depth: int, bias: Tensor | None = None) -> Linear:
         return Linear(normal(width, depth) * 0.1, bias, e4m3=e4m3)

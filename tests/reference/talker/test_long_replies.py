@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the talker's step costs at the end of a minute of speech: what it costs at the start."""
+"""A talker's step costs the same at the end of a minute of speech as at its start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_step_does_not_grow_with_the_reply(tiny_checkpoint, cases):
     codes, finish = spoken.of("a")
     engine.close()
     assert (len(codes), finish) == (MINUTE, "length")
-    # The prompt once, then a token a step: nothing is computed again because of what lies behind it.
+    # The prompt once, then a token a step: no earlier position is computed again.
     assert shares == [case.prompt_rows + 2, *[1] * (MINUTE - 1)]
     open_stats = held[:-1]
     assert {stats.rows_used for stats in open_stats} == {held[0].rows_used}
