@@ -41,7 +41,7 @@ TURNS_A_KILL = 300
 TURNS_A_RARITY = 200
 """In so many turns there is a hit and a preemption in each stage; a short run may have none."""
 SECOND_TOKENS = 25
-"""Of a second of sound."""
+"""Tokens of a second of sound."""
 
 
 @pytest.fixture(scope="module")

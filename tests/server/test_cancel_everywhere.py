@@ -60,7 +60,7 @@ class Sessions:
 
 
 def prepared(sessions: Sessions) -> set[str]:
-    """Of those that are being prepared, or wait for that, no engine knows."""
+    """Return the sessions that are being prepared, or wait for that: no engine knows them."""
     return sessions.keys("talker", "message") if sessions.events("thinker", "preparing") else set()
 
 
@@ -87,12 +87,12 @@ class Moment:
     options: dict[str, Any]
     text: str = "hello"
     crowd: int = 0
-    """How many others there are beside."""
+    """Number of other sessions beside it."""
     deadline_s: float = 1.0
-    """Which it outlasts."""
+    """Deadline in seconds, which its reply exceeds."""
     silent: bool = False
-    """Whether nothing is written to the client, which is when Triton sees that an HTTP connection is closed, since the
-    thinker has made nothing that the other engines could have."""
+    """True if nothing is written to the client, since the thinker has made nothing that the other engines could have.
+    Only by a write does Triton see that an HTTP connection is closed."""
 
 
 MOMENTS = {
