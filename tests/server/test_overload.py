@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As many requests as a server takes, and more: a session with a place keeps it, others are refused at once."""
+"""A full server, and more requests: a session with a place keeps it, others are refused at once."""
 
 from __future__ import annotations
 

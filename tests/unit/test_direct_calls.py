@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who called the thinker: a stranger is who is not heard of by a talker that is there, for long; nobody else."""
+"""Callers of the thinker: one is a stranger only if a running talker hears nothing of its session for long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND = 1_000_000_000
 
 @dataclass
 class Ledger:
-    """What the talker has said."""
+    """The talker's words in the ledger."""
 
     reached: bool = False
     silent: float = 0.01

@@ -25,7 +25,7 @@ class Step:
 
 
 class Vllm:
-    """As much of vLLM's runner as the mixin knows; requests have a medium of the size of their name."""
+    """The part of vLLM's runner that the mixin knows; requests have a medium of the size of their name."""
 
     dtype, device, inputs_embeds_size = torch.float32, torch.device("cpu"), HIDDEN
 
