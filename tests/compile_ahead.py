@@ -5,9 +5,9 @@
     compile_ahead.py once CAPABILITY ...     one launch of each kernel, of large sizes, for several GPUs
 
 Runs as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a launch:
-the GPU's capability, the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not
-in registers, and the hash of the compiled code. With `TRITON_DUMP_PTXAS_LOG=1`, what ptxas says goes before it. After
-the line `again` follow launches of other sizes, as requests bring them to a warm server.
+the GPU's capability, the kernel's name, bytes of shared memory a program, bytes of a thread outside registers, and the
+hash of the compiled code. With `TRITON_DUMP_PTXAS_LOG=1` the output of ptxas goes before it. After the line `again`
+follow launches of other sizes, as requests bring them to a warm server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test doubles: engines without models, and an ensemble without Triton that connects the three stages.
 
-`FakeEnsemble` does what Triton's ensemble does (one downstream request an upstream response, in order; a cancel
-seen only by requests made after it; no further downstream requests after an error), so that the session protocol is
-tested with real stages and threads and no server.
+`FakeEnsemble` does what Triton's ensemble does: one downstream request an upstream response, in order; a cancel seen
+only by requests made after it; no further downstream requests after an error. So tests of the session protocol have
+real stages and threads and no server.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ class LinkOutlet:
 class FakeEnsemble:
     """One client request on its way through the three stages; each link delivers on a thread of its own.
 
-    `transit_s` is how long a message is on its way, `refuses` whether Triton does not take a response that would go to
-    the stage of this name, or to the "client". `sends_after_s` is how long after the call each stage's sending thread
-    sends; None = in the call.
+    `transit_s` is how long a message is on its way. Triton refuses responses to the stage, or "client", named by
+    `refuses`. `sends_after_s` is how long after the call each stage's sending thread sends; None = in the call.
     """
 
     def __init__(

@@ -83,8 +83,8 @@ class HfToken2Wav:
     def past(self, rows: PastRows, *, is_left: bool, kept_blocks: int) -> Iterator[None]:
         """Within, `mel` solves a window after one block of another window, whose frames are ignored.
 
-        At every evaluation the layers that look back find in that block the keys and values in `rows`, if any is left,
-        and leave there those of the `kept_blocks`-th block after it.
+        At every evaluation the layers that look back find in that block the keys and values in `rows`, if any. There
+        they leave those of the `kept_blocks`-th block after it.
         """
         size = self.dit.config.block_size
         with contextlib.ExitStack() as hooks:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused kernels and networks against the plain ones they stand in for.
 
-On a machine without a GPU the kernels run in the Triton language's interpreter, in float32 and float16 (bfloat16 it
-does not compute); graphs, and speed, are the GPU's.
+Without a GPU the kernels run in the Triton language's interpreter, in float32 and float16, since it does not compute
+bfloat16. Graphs, and speed, need a GPU.
 """
 
 from __future__ import annotations

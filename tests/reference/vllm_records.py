@@ -14,8 +14,8 @@ def different_records(one: Any, other: Any) -> list[str]:
     """Names of what the vLLM of two engines knows differently, on the host and on the device.
 
     If the runners note in `taking_part` the sequences of the last step, others may keep a place in one batch. So
-    only what is known of the others is compared, whatever their rows, and in replies an id that one runner has not
-    been told is no difference.
+    only records of the others are compared, whatever their rows. In replies an id that one runner does not know is no
+    difference.
     """
     first, second = _records(one), _records(other)
     places_are_kept = hasattr(one._runner, "taking_part")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations through a server whose thinker and talker have prefix caches: turns that hit them and turns that do not
-are the same, and the rows of what the talker has are not sent."""
+"""Conversations through a server whose thinker and talker have prefix caches. Turns that hit them equal turns that do
+not, and rows that the talker has are not sent."""
 
 from __future__ import annotations
 

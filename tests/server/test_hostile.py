@@ -42,8 +42,8 @@ after the fifth, the other stages nothing, tritonserver 70, in steps of up to 20
 round added to the thinker, or 3 to tritonserver, these figures are refused; with nothing added they pass at the 14th.
 """
 ROUNDS = 48
-"""Triton and the C library keep buffers of the largest requests, one a thread that has met one: which thread meets
-which is chance, and the growth ended after 4 to 35 rounds of this corpus."""
+"""Triton and the C library keep buffers of the largest requests, one for each thread that has met one. Chance decides
+which thread meets which: growth ended after 4 to 35 rounds of this corpus."""
 GOOD: Mapping[str, Any] = {"seed": 7, "modalities": ["text"], "thinker": {"max_tokens": 6}}
 
 

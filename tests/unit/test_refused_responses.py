@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A response that Triton refuses (for want of memory, say) ends the session with an error at its client, in the
-protocol's order; no stream ends as if it were whole.
+"""A response that Triton refuses, for want of memory perhaps, ends the session with an error at its client, in the
+protocol's order. No stream ends as if it were whole.
 """
 
 import logging

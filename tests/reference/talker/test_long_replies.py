@@ -18,8 +18,9 @@ MINUTE = 3000
 """Codes of 60 s of speech."""
 TWO_SECONDS = 100
 GROWTH_ALLOWED = 5.0
-"""Limit of the thread's own time for a step, by medians of 100: 4.6 ms in the first and 4.3 in the last twelfth of the
-codes on an idle machine, up to twice as much on a busy one. Work over all codes takes twenty times as long there."""
+"""Largest growth of the thread's own time for a step, by medians of 100. An idle machine takes 4.6 ms in the first and
+4.3 in the last twelfth of the codes, a busy one up to twice as much. Work over all codes takes twenty times as long
+there."""
 MINUTE_LONG = Sampling(repetition_penalty=1.05, max_tokens=MINUTE, min_tokens=MINUTE)
 
 
