@@ -49,7 +49,7 @@ WITH_A_SERVER = "tests/server/"
 LIGHT = "tests/reference/"
 """The folder of tests that need no server, and little memory without a GPU."""
 LONGEST = "tests/reference/test_kernels_compile.py"
-"""Of these. It begins first of them, so that no worker waits for it in the end."""
+"""The longest of these modules. It begins first of them, so that no worker waits for it in the end."""
 WITH_THE_TALKER = "tests/reference/talker/"
 """The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
 ON_THE_SHARED_SERVER = {

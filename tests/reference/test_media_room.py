@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 SHORT = Sampling(max_tokens=4)
 LENGTH = 1024
 MANY_STEPS = 100
-"""In which every prompt here is answered."""
+"""Steps that are enough to answer every prompt here."""
 
 
 def video(frames: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from_hopper_on = pytest.mark.skipif(not reads_e4m3(DEVICE), reason="on a GPU the
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-"""Of rows. A GPU multiplies no float32 by so large tiles of E4M3, and the interpreter no bfloat16."""
+"""Dtype of rows. A GPU multiplies no float32 by so large tiles of E4M3, and the interpreter no bfloat16."""
 KINDS = [torch.float16, KIND]
 SHAPES = [(1, 896, 2000), (3, 96, 128), (17, 64, 272), (33, 100, 512), (64, 4, 160), (5, 1, 16)]
 """Rows, width and depth: fewer and more than tiles of each."""

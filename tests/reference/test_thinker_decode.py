@@ -37,7 +37,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required
 BATCHED = 128
 """Tokens of a step at most."""
 COMPILED_S = 300
-"""Within which a schema is, however slow the machine."""
+"""Seconds in which a schema is compiled on the slowest machine."""
 
 
 class Pair:

@@ -288,7 +288,7 @@ WAYS: dict[str, Way] = {
     "HttpClient": http_client,
     "HttpClient-stream": http_client_stream,
 }
-"""That may be gone at once; the command line, which has the process's standard output, and the gateway's are apart."""
+"""Ways that may run at once; the command line, which has the process's standard output, and the gateway's are apart."""
 COMMAND_LINE = "triton-omni"
 GATEWAYS: dict[str, Callable[[str, Asked], Said]] = {"gateway": gateway, "gateway-stream": gateway_stream}
 ALL_WAYS = (*WAYS, COMMAND_LINE, *GATEWAYS)

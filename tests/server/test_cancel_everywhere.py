@@ -79,7 +79,7 @@ def after_thinkers_end(sessions: Sessions) -> set[str]:
 
 @dataclass(frozen=True)
 class Moment:
-    """When clients go away."""
+    """A moment at which clients go away."""
 
     seed: int
     reached: Callable[[Sessions], set[str]]
@@ -191,7 +191,7 @@ def leave(server: Served, moment: Moment, ways: dict[str, Way]) -> None:
 
 
 def first_of(sessions: Sessions, event: str, key: str) -> int:
-    """When any stage first recorded it of a session, on the machine's monotonic clock."""
+    """Return when any stage first recorded the event of a session, in nanoseconds of the machine's monotonic clock."""
     return min(found["ns"] for stage in STAGES for found in sessions.events(stage, event) if found["key"] == key)
 
 

@@ -51,7 +51,7 @@ STREAMS = 16
 BEFORE = "before"
 BACK_WITHIN_S = 300.0
 DEADLINE_S = 10.0
-"""In which a session reaches token2wav."""
+"""Seconds in which a session reaches token2wav."""
 LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
 """A reply that is still written when the stage is killed."""
 SETTINGS = {
@@ -353,7 +353,7 @@ def until_the_end(server: Served, request_id: str, seed: int) -> float:
 
 
 class Ended(Exception):
-    """When a stream ended."""
+    """The end of a stream, with its time."""
 
     def __init__(self, at: float) -> None:
         super().__init__(at)

@@ -19,7 +19,7 @@ TEXT_BYTES = 2 << 20
 """Bytes of a request that is refused once Triton has all of it."""
 AT_ONCE, REQUESTS = 8, 32
 FRESH_S = 1.0
-"""Within which the watch looks again and Triton's threads put away what they had, on an idle machine."""
+"""Seconds in which, on an idle machine, the watch looks again and Triton's threads release their memory."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 40}}
 LONG: dict[str, Any] = {"seed": CRAWLING_THINKER, "thinker": {"min_tokens": 200, "max_tokens": 200}}
 """Half a minute."""
 DEADLINE_S = 10
-"""In which a request has reached every stage."""
+"""Seconds in which a request has reached every stage."""
 
 
 @dataclass(frozen=True)

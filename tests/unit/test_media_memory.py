@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When media go through their encoders again, and when an error is left; by a stand-in for vLLM's runner."""
+"""Media that go through their encoders again, and errors that are left; by a stand-in for vLLM's runner."""
 
 from __future__ import annotations
 
