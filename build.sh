@@ -40,7 +40,7 @@ child() {
 end_children() {
     local status=$? number
     trap - EXIT
-    trap '' HUP INT TERM # all are told once: a second Ctrl-C must not leave a server behind
+    trap '' HUP INT TERM # all are told once: a second Ctrl-C must leave no server
     for ((number = ${#CHILDREN[@]} - 1; number >= 0; number--)); do
         kill -TERM "${CHILDREN[number]}" 2>/dev/null || true
         wait "${CHILDREN[number]}" || true
@@ -135,7 +135,7 @@ Told to stop, it refuses new requests and finishes replies for --drain-timeout s
 it stops at once.
 It gives up a start that takes longer than --ready-timeout (default 900 s), and a Triton that takes longer to stop than
 --exit-timeout (default 30 s), counted from when no reply is under way.
-The server has no authentication: keep it on loopback, or behind something that has.
+The server has no authentication: keep it on loopback, or put a proxy that has in front of it.
 TEXT
 }
 
@@ -246,7 +246,7 @@ help_clean() {
     cat <<'TEXT'
 Usage: ./build.sh clean
 
-Removes .venv, .cache, and what tests and tools left behind. Fetched checkpoints stay in Hugging Face's own cache.
+Removes .venv, .cache, and what tests and tools left. Fetched checkpoints stay in Hugging Face's own cache.
 TEXT
 }
 

@@ -13,7 +13,7 @@ INFO = '{"usage": {"reply_tokens": 8, "prompt_tokens": 5, "codes": 36, "samples"
 
 
 def response(text: str = "", audio: Any = 0.0, encoded: str = "", info: str = "") -> dict[str, Any]:
-    """As perf_analyzer 2.51.0 writes one: an empty FP32 tensor is a number that means nothing."""
+    """Return a response as perf_analyzer 2.51.0 writes it: an empty FP32 tensor becomes a meaningless number."""
     return {"text_output": text, "info": info, "audio_output": audio, "audio_base64": encoded}
 
 

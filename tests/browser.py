@@ -110,7 +110,7 @@ class Visit:
     base: str
     problems: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """What the page and its sessions told each other, in order; sounds left out."""
+    """Events between the page and its sessions, in order, without sounds."""
 
     def state(self, name: str, seconds: float = TIMEOUT_S) -> None:
         """Wait until the page is in this state."""
@@ -152,13 +152,13 @@ class Visit:
         self.wait_until(f"document.querySelectorAll('.reply[aria-busy=false]').length >= {replies}")
 
     def played(self, chunks: int = 0) -> list[tuple[int, list[float]]]:
-        """What was scheduled to play, once it is so many chunks: the first sample's place and the samples of each."""
+        """Wait until so many chunks were scheduled to play; return the first sample's place and the samples of each."""
         self.wait_until(f"window.played.length >= {chunks}")
         return [(found["first"], found["samples"]) for found in self.page.evaluate("window.played")]
 
 
 def audit(at: Visit) -> list[str]:
-    """What axe finds wrong with the page."""
+    """Return the faults of the page that axe finds."""
     at.page.evaluate(AXE.read_text(encoding="utf-8"))
     found = at.page.evaluate("axe.run()")["violations"]
     return [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found]

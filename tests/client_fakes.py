@@ -26,9 +26,10 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  #
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor  # type: ignore[import-untyped]
 
 PATIENCE_S = 60.0
-"""How long a test waits for what is to come, and a script for its client to leave: no machine is so slow."""
+"""Seconds that a test waits for an event, and a script for its client to leave: no machine is so slow."""
 TIMEOUTS = (0.5, 4.0, 32.0)
-"""Of requests that are to run out of time at the server: where one did so on its way there, the next may not."""
+"""Timeouts, in seconds, of requests that are to run out of time at the server. One that does so on its way there is
+tried again with the next timeout."""
 Response: TypeAlias = Any  # service_pb2.ModelStreamInferResponse; the package is untyped
 Samples = NDArray[np.float32]
 INFO = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the command line share."""
+"""Helpers of the command line's tests."""
 
 from __future__ import annotations
 

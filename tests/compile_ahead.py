@@ -5,9 +5,9 @@
     compile_ahead.py once CAPABILITY ...     one launch of each kernel, of large sizes, for several GPUs
 
 Runs as a program, in a process where the Triton language compiles (`TRITON_INTERPRET` unset). Prints a line a launch:
-the GPU's capability, the kernel's name, the bytes of shared memory that a program takes, those of a thread that are not
-in registers, and the hash of the compiled code. With `TRITON_DUMP_PTXAS_LOG=1`, what ptxas says goes before it. After
-the line `again` follow launches of other sizes, as requests bring them to a warm server.
+the GPU's capability, the kernel's name, bytes of shared memory a program, bytes of a thread outside registers, and the
+hash of the compiled code. With `TRITON_DUMP_PTXAS_LOG=1` the output of ptxas goes before it. After the line `again`
+follow launches of other sizes, as requests bring them to a warm server.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ HALF, BRAIN, FLOAT, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.f
 
 
 class Sizes(NamedTuple):
-    """Of a decoder layer."""
+    """Sizes of a decoder layer."""
 
     heads: int
     key_heads: int
     width: int
-    """Of a head."""
+    """Width of a head."""
     hidden: int
     inner: int
 
@@ -75,7 +75,7 @@ LAYERS = [
     Sizes(12, 4, 128, 896, 18944),
     Sizes(14, 2, 64, 896, 4864),
 ]
-"""Of the thinkers and talkers."""
+"""Sizes of the thinkers' and talkers' layers."""
 THINKERS = LAYERS[:2]
 
 
@@ -103,7 +103,7 @@ class Ahead:
 
 
 _STACKS: dict[str, int] = {}
-"""Of what is compiled, by its hash."""
+"""Stack bytes of each compiled kernel, by its hash."""
 
 
 def stack_bytes(kernel: Any) -> int:
@@ -128,7 +128,7 @@ def compile_only(capability: int, *, once: bool) -> None:
         if once and (self.fn.__name__, of_e4m3) in compiled:
             return None
         compiled.add((self.fn.__name__, of_e4m3))
-        # As on the GPU that is compiled for, whatever device the tensors are on.
+        # The options of the GPU that is compiled for, whatever device the tensors are on.
         early = {"EARLY": True, "launch_pdl": True} if "EARLY" in options and capability >= 90 else {}
         kernel = launch(self, *args, **{**options, **early, "warmup": True})
         print(capability, self.fn.__name__, kernel.metadata.shared, stack_bytes(kernel), kernel.hash, flush=True)
@@ -142,7 +142,7 @@ def zeros(*sizes: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def attention(count: int, sizes: Sizes, projected: Projected) -> Tensor:
-    """Of a layer."""
+    """Compute the attention of a layer."""
     blocks, arrivals = zeros(4, sizes.key_heads, 16, 2 * sizes.width), zeros(256, dtype=torch.int32)
     cache = Cache(blocks, zeros(count, 8, dtype=torch.int32), zeros(count, dtype=torch.int32))
     sections = 16, sizes.width // 2 - 40, 24
@@ -151,7 +151,7 @@ def attention(count: int, sizes: Sizes, projected: Projected) -> Tensor:
 
 
 def layer(count: int, sizes: Sizes) -> None:
-    """All of it, and attention behind a library's product."""
+    """Compute a whole layer, then attention after a library's product."""
     hidden, columns = sizes.hidden, (sizes.heads + 2 * sizes.key_heads) * sizes.width
     attention(count, sizes, Projected(zeros(1, count, columns)))
     residual, gain, projected = (
@@ -166,7 +166,7 @@ def layer(count: int, sizes: Sizes) -> None:
 
 
 def quantised_products(count: int, sizes: Sizes) -> None:
-    """Those of a layer, of E4M3."""
+    """Compute the E4M3 products of a layer."""
     inner, seen = 2 * sizes.inner, sizes.heads * sizes.width
     columns = seen + 2 * sizes.key_heads * sizes.width
     for width, depth in ((columns, sizes.hidden), (sizes.hidden, seen), (sizes.hidden, sizes.inner)):
@@ -239,7 +239,7 @@ def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int 
 
 
 def solvers() -> None:
-    """What lies before and between evaluations."""
+    """Compute the steps before and between evaluations."""
     layout = block_layout((96,), 24, torch.device("cpu"))
     for halves in (1, 2):
         voices = zeros(1, 2, 1024, dtype=FLOAT)[:, :halves]
@@ -292,12 +292,12 @@ def every_size() -> None:
     """Compile every kernel at every size."""
     for sizes in LAYERS:
         layer(most_rows(sizes.hidden), sizes)
-    # Of one row kernels are compiled anew, with no more memory than of many.
+    # Kernels for one row are compiled anew, with no more memory than those for many.
     layer(1, LAYERS[0])
     for sizes in THINKERS:
         quantised_products(most_rows(sizes.hidden), sizes)
         quantised_products(1, sizes)
-    # Of few sequences attention takes more keys at a time.
+    # Attention of few sequences takes more keys at a time.
     for sizes in LAYERS:
         attention(2, sizes, Projected(zeros(4, 2, (sizes.heads + 2 * sizes.key_heads) * sizes.width)))
     fused_draw(zeros(3, 152064, dtype=FLOAT), zeros(3, dtype=torch.float64))

@@ -33,7 +33,7 @@ from triton_omni.checkpoint.transformers_setup import prepare_transformers
 # Before any test module imports transformers' vision code.
 prepare_transformers()
 
-# How long one example takes says something of who else uses the machine; `pytest-timeout` ends what hangs.
+# The time of one example depends on the machine's other work; `pytest-timeout` ends a test that hangs.
 settings.register_profile("without a deadline", deadline=None)
 settings.load_profile("without a deadline")
 
@@ -49,7 +49,7 @@ WITH_A_SERVER = "tests/server/"
 LIGHT = "tests/reference/"
 """The folder of tests that need no server, and little memory without a GPU."""
 LONGEST = "tests/reference/test_kernels_compile.py"
-"""Of these. It begins first of them, so that no worker waits for it in the end."""
+"""The longest of these modules. It begins first of them, so that no worker waits for it in the end."""
 WITH_THE_TALKER = "tests/reference/talker/"
 """The folder of tests that share HF's codes, which it takes long to ask for, and engines."""
 ON_THE_SHARED_SERVER = {
@@ -83,7 +83,7 @@ ON_THE_SHARED_SERVER = {
         "tools.py",
     )
 }
-"""Those that need the shared server alone. Others start servers beside it or load it, which takes more memory beside
+"""Modules that need the shared server alone. Others start servers beside it or load it, which takes more memory beside
 three workers' engines than a machine of 24 GB has."""
 WITH_SERVERS_OF_THEIR_OWN = {
     f"{WITH_A_SERVER}test_{name}"
@@ -99,14 +99,14 @@ WITH_SERVERS_OF_THEIR_OWN = {
         "whole_restart.py",
     )
 }
-"""Those that any worker may run, since they do without the shared server."""
+"""Modules that any worker may run, since they do not use the shared server."""
 WITH_MINI = ("tests/frameworks/", f"{WITH_A_SERVER}test_mini.py")
 """The tests that share a server of the default checkpoint."""
 FIRST, LAST = "tests with the shared server", "tests with servers beside the shared one"
 
 
 def scope_of(nodeid: str) -> str:
-    """What one worker runs as a whole: a module, whose fixtures are dear, or modules that share more."""
+    """Return what one worker runs as a whole: a module, whose fixtures are dear, or modules that share more."""
     module, _, function = nodeid.partition("[")[0].partition("::")
     if module.startswith(WITH_THE_TALKER):
         return WITH_THE_TALKER
@@ -123,7 +123,7 @@ def scope_of(nodeid: str) -> str:
 
 
 def is_light(scope: str) -> bool:
-    """Whether it may run beside the last tests, with what those leave of the memory and the processors."""
+    """Return True if it may run beside the last tests, which leave it little memory and processor time."""
     return scope.startswith(LIGHT) and not torch.cuda.is_available()
 
 
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Worker:
-    """What this process has run, if it is one of several that run tests."""
+    """State of this process, if it is one of several that run tests."""
 
     has_server = "PYTEST_XDIST_WORKER" not in os.environ
 

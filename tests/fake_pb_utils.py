@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for Triton's `triton_python_backend_utils`, strict where Triton crashes or hangs.
 
-A response after the final, a second final and `is_cancelled` after the final (which takes the real server down) are
-recorded as violations, which a test asserts to be none.
+It records violations: a response after the final, a second final, and `is_cancelled` after the final, which takes the
+real server down. A test asserts that there are none.
 """
 
 from __future__ import annotations

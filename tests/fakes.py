@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test doubles: engines without models, and an ensemble without Triton that connects the three stages.
 
-`FakeEnsemble` does what Triton's ensemble does (one downstream request an upstream response, in order; a cancel
-seen only by requests made after it; no further downstream requests after an error), so that the session protocol is
-tested with real stages and threads and no server.
+`FakeEnsemble` does what Triton's ensemble does: one downstream request an upstream response, in order; a cancel seen
+only by requests made after it; no further downstream requests after an error. So tests of the session protocol have
+real stages and threads and no server.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ ANY_SEAL = _AnySeal()
 
 
 def thinker_message(tensors: Mapping[str, Value]) -> ThinkerMessage:
-    """What the thinker has sent."""
+    """Return the message that the thinker has sent."""
     return ThinkerMessage.from_tensors(tensors, ANY_SEAL)
 
 
 def talker_message(tensors: Mapping[str, Value]) -> TalkerMessage:
-    """What the talker has sent."""
+    """Return the message that the talker has sent."""
     return TalkerMessage.from_tensors(tensors, ANY_SEAL)
 
 
 @dataclass
 class Reply:
-    """What a client got from one request."""
+    """A client's responses to one request."""
 
     responses: list[dict[str, Value]] = field(default_factory=list)
     error: OmniError | None = None
@@ -161,9 +161,8 @@ class LinkResponseSender:
 class FakeEnsemble:
     """One client request on its way through the three stages; each link delivers on a thread of its own.
 
-    `transit_s` is how long a message is on its way, `refuses` whether Triton does not take a response that would go to
-    the stage of this name, or to the "client". `sends_after_s` is how long after the call each stage's sending thread
-    sends; None = in the call.
+    `transit_s` is how long a message is on its way. Triton refuses responses to the stage, or "client", named by
+    `refuses`. `sends_after_s` is how long after the call each stage's sending thread sends; None = in the call.
     """
 
     def __init__(
@@ -256,7 +255,7 @@ class FakeEnsemble:
 
 
 class FakePreprocessor:
-    """A prompt is `text_input`; `bad` is refused; P is its length. What takes time, or is `later`, is for the pool.
+    """A prompt is `text_input`; `bad` is refused; P is its length. A slow prompt, or one in `later`, is for the pool.
     There one that is `held` keeps each request until `goes_on` is set, or it is closed.
     """
 
@@ -319,7 +318,7 @@ class FakePreprocessor:
 
 
 class _FakeEngine:
-    """What the fake engines share: open keys, injected faults, a pause a step."""
+    """Base of the fake engines: open keys, injected faults, a pause a step."""
 
     def __init__(self) -> None:
         self.open_keys: dict[str, object] = {}
@@ -409,7 +408,7 @@ class FakeTalkerEngine(_FakeEngine):
         self.stop_after = stop_after
         self.cached = cached
         self.fed: list[float] = []
-        """What came of all sequences."""
+        """Values of all rows fed, whatever the sequence."""
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling

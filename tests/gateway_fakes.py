@@ -33,7 +33,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 """All that a gateway can be asked for by JSON."""
 TIMEOUT_S = 100.0
-"""What a reply takes on a machine with other work, and more."""
+"""Seconds for a reply, enough on a machine with other work."""
 
 
 class RunningGateway:
@@ -47,7 +47,7 @@ class RunningGateway:
 
     @property
     def connections(self) -> list[Any]:
-        """Those that its callers have open, as uvicorn has them."""
+        """Connections that its callers have open, as uvicorn keeps them."""
         return list(self._server.server_state.connections)
 
     def stop(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dashboard and the alerts ask for, for tests with and without a server."""
+"""Queries of the dashboard and the alerts, for tests with and without a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DASHBOARD = DEPLOY / "grafana" / "triton-omni.json"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 TRITONS_OWN = {"nv_inference_pending_request_count"}
 OF_THE_GATEWAY = "omni_gateway_"
-"""With what the names of the gateway's metrics begin."""
+"""Prefix of the names of the gateway's metrics."""
 OF_A_GPU = {"omni_device_memory_bytes"}
 """Metrics that there are only where there is a GPU."""
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Receiver:
-    """What has come so far."""
+    """Requests received so far."""
 
     url: str
     received: list[ExportTraceServiceRequest] = field(default_factory=list)

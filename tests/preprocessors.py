@@ -29,7 +29,7 @@ def facts_of(checkpoint: Path) -> tuple[Path, OmniConfig, Speakers]:
 def preprocessors(checkpoint: Path, engine: Callable[[], Any]) -> Iterator[Callable[..., tuple[Preprocessor, Any]]]:
     """Makes preprocessors by settings, each with an engine.
 
-    Those of equal limits share the processes that decode: their start takes longer than most tests.
+    Preprocessors of equal limits share the processes that decode: their start takes longer than most tests.
     """
     with ExitStack() as open_ones:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a process that a test knows by its number still runs, and who is measured."""
+"""Processes by their numbers: which of them still run. Also the environment of those without coverage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNMEASURED = {"COVERAGE_PROCESS_CONFIG": "", "COVERAGE_PROCESS_START": ""}
 
 
 def is_running(pid: int) -> bool:
-    """Whether it does; one that has ended and was not yet collected by its parent does not."""
+    """Return True if the process runs; one that has ended without being collected by its parent does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -24,11 +24,11 @@ from waiting import FOREVER_S, IN_TIME_S, wait_for
 CPU = torch.device("cpu")
 NO_TRACERS = (NO_TRACER,) * 3
 DEADLINE_PASSED = "timeout: 0 s have passed [omni:timeout;stage=thinker]"
-"""What the client is told of a deadline that `pass_deadlines` has set."""
+"""The client's error after a deadline that `pass_deadlines` has set."""
 ROW_PLACES, CODE_PLACES = 4, 6
 """Few, so that they go round."""
 BY_RING = False
-"""Whether rows and codes go by rings, where a test does not say."""
+"""True if rows and codes go by rings in tests that do not choose."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ def pass_deadlines(p):
 
 
 def let_stages_wait(patch, seconds=FOREVER_S):
-    """How long a stage waits for another, where something is missing or over: by default no slow stage is given up."""
+    """Set how long a stage waits for another one that owes something; by default no slow stage is given up."""
     patch.setattr("triton_omni.thinker.open_session.FORGET_AFTER_S", seconds)
     patch.setattr("triton_omni.talker.stage.ORPHANED_S", seconds)
     patch.setattr("triton_omni.token2wav.stage.UPSTREAM_STOP_S", seconds)

@@ -17,7 +17,7 @@ PROMPT = 5
 
 
 class FakeLedger:
-    """What token2wav wants of each session, by slot."""
+    """Codes that token2wav wants of each session, by slot."""
 
     def __init__(self):
         self.shared, self.wants = True, {}

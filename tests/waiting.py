@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 IN_TIME_S = 120.0
-"""However slow the machine is. Where a test waits so long, it has failed."""
+"""Seconds for any event on the slowest machine. A test that waits so long has failed."""
 FOREVER_S = 600
 """Longer than any test waits."""
 

@@ -110,7 +110,7 @@ def grid(pixels: np.ndarray) -> list[float]:
 
 
 def videos(folder: Path) -> Iterator[dict[str, Any]]:
-    """Which frames are taken, at what rate and of what size, and how they look."""
+    """Yield the frames that are taken of each video: their rate, size and look."""
     for made in VIDEOS:
         path = folder / "film"
         path.write_bytes(samples.video_of(made))
@@ -137,7 +137,7 @@ def shared_pixels(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def images() -> Iterator[dict[str, Any]]:
-    """What pictures become, and how they look."""
+    """Yield each picture's result and its look."""
     for made in IMAGES:
         pixels = np.asarray(recipe().fetch_image({"image": samples.image_of(made)}))
         yield {"made": made, "size": list(pixels.shape[:2]), "grid": grid(pixels)}
@@ -151,7 +151,7 @@ def heard(kind: str, path: Path, step: int = 53) -> dict[str, Any]:
 
 
 def sounds(folder: Path) -> Iterator[dict[str, Any]]:
-    """What files of sound become."""
+    """Yield the results of sound files."""
     for made in SOUNDS:
         path = folder / "sound"
         path.write_bytes(samples.audio_file(**made))
@@ -159,7 +159,7 @@ def sounds(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def long_sounds(folder: Path) -> Iterator[dict[str, Any]]:
-    """What compressed files of several seconds become."""
+    """Yield the results of compressed files of several seconds."""
     for made in LONG_SOUNDS:
         path = folder / "sound"
         path.write_bytes(samples.encoded_sound(**made))
@@ -167,7 +167,7 @@ def long_sounds(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def sounds_of_videos(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the sound of videos becomes."""
+    """Yield the results of the videos' sound."""
     for kind in ("mp4", "webm"):
         made = {"fps": "8", "seconds": 1, "kind": kind, "audio": True}
         path = folder / f"film.{kind}"

@@ -30,7 +30,7 @@ TAGS: Mapping[str, tuple[bytes, ...]] = {
         *(b"\x16\x54\xae\x6b", b"\x1f\x43\xb6\x75", b"\x2a\xd7\xb1", b"\x23\xe3\x83", b"\x49\x83\x42"),
     ),
 }
-"""Where a format keeps its figures."""
+"""Places in each format that hold its figures."""
 
 
 def _sound(container: str, subtype: str, seconds: float = 0.1, rate: int = 16000, channels: int = 1) -> bytes:
@@ -200,7 +200,7 @@ def mp4_of_edits(count: int, seconds: float = 10) -> bytes:
 
 
 def mp4_with_box(name: bytes, body: bytes) -> bytes:
-    """An mp4 with one more box behind all others."""
+    """An mp4 with one more box after all others."""
     return samples.video_file("mp4") + struct.pack(">I", 8 + len(body)) + name + body
 
 

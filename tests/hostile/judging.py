@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every hostile input must come to: a result or a refusal that says where, soon, and in little memory.
+"""Every hostile input must give a result, or a refusal that names the field, soon and in little memory.
 
 Time is the processor's, so that other work on the machine changes nothing. Memory is what the process had resident at
 most, C libraries included (Linux).
@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one input may cost."""
+    """Limits of one input's cost."""
 
     seconds: float
     mebibytes: float
@@ -60,7 +60,7 @@ def check_refusal(error: OmniError, named: str, secret: str = "") -> None:
 
 
 def measured(call: Callable[[], ResultT]) -> tuple[ResultT | OmniError, float, float]:
-    """What `call` came to, the processor's seconds, and by how many MiB memory was over what it was before."""
+    """Return the result of `call`, its processor seconds, and its peak of additional memory in MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _resident("VmRSS")
     begin = time.process_time()

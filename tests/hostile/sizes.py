@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many cases a property is tried with."""
+"""Number of cases that a property is tried with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 LONG = "hostile-long"
 LONG_SECONDS = 4 * 3600
-"""Of one property in a long run."""
+"""Seconds of one property in a long run."""
 
 TestT = TypeVar("TestT", bound=Callable[..., None])
 

@@ -43,7 +43,7 @@ KINDS: tuple[MediaKind, ...] = ("audio", "image", "video")
 
 
 def decode(kind: MediaKind, data: bytes, bounds: Bounds = BOUNDS, limits: RequestLimits = LIMITS) -> Medium | OmniError:
-    """What the medium comes to; what is accepted is inside the limits."""
+    """Return the decoded medium or its refusal; an accepted medium is inside the limits."""
 
     def call() -> tuple[Medium, ...]:
         with warnings.catch_warnings():

@@ -68,7 +68,7 @@ VALID_PARAMETERS = as_json(
 
 
 def parse(raw: RawRequest, secret: str = "") -> OmniRequest | OmniError:
-    """What the request comes to; what is accepted is inside the limits."""
+    """Return the parsed request or its refusal; an accepted request is inside the limits."""
     found = judge(lambda: parse_request(raw, LIMITS, DEFAULTS), BOUNDS, named=FIELDS, secret=secret)
     if isinstance(found, OmniRequest):
         assert found.chat[-1].parts or found.chat[-1].calls

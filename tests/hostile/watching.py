@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files and connections a call opens, told by an audit hook.
+"""Lists the files and connections that a call opens, by an audit hook.
 
-The hook lives in a process of its own: it cannot be taken away again, and before Python 3.12 threads that begin under
-coverage fail where a process has one (`sys.settrace` gives way to other threads while hooks run).
+The hook lives in a process of its own, since it cannot be taken away again. Before Python 3.12 a process with a hook
+also fails to start threads under coverage: `sys.settrace` gives way to other threads while hooks run.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _reference_in_full_float32() -> None:
 
 @pytest.fixture
 def clock() -> Iterator[LoopClock]:
-    """Of the thread that steps an engine, as a stage's loop has one."""
+    """Clock of the thread that steps an engine, as a stage's loop has one."""
     clock = LoopClock()
     clock.attach()
     yield clock
@@ -40,8 +40,8 @@ def clock() -> Iterator[LoopClock]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _threads_left_alone() -> Iterator[None]:
-    """The number is the process's: an engine of two threads, of this module, makes those of all modules after it wait
-    for each other at every operation, which takes five times as long.
+    """The number is the process's. An engine that sets two threads makes the threads of all later modules wait for each
+    other at every operation, which takes five times as long.
     """
     threads = torch.get_num_threads()
     yield
@@ -64,8 +64,8 @@ def _modules_left_alone() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _functions_of_kernels_patched_once() -> Iterator[None]:
-    """The Triton language's interpreter goes through its whole module whenever a kernel calls a function, such as
-    `tl.sum`, to make it what it is already: a third of the time that the tests of kernels take.
+    """The Triton language's interpreter patches its whole module again whenever a kernel calls a function, such as
+    `tl.sum`. That takes a third of the kernel tests' time.
     """
     from triton.runtime import interpreter
 
@@ -176,8 +176,8 @@ def hf(tiny_checkpoint: Path) -> HfReference:
 
 @pytest.fixture(autouse=True)
 def _untraced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keeps coverage out of networks and of the interpreter of the Triton language, which run for up to twice as long
-    under it, here and in processes that a test starts; it is measured in the processes of a server.
+    """Keeps coverage out of networks and of the Triton language's interpreter, which take up to twice as long under it,
+    here and in processes that a test starts. Coverage is measured in the processes of a server.
     """
     for name, value in UNMEASURED.items():
         monkeypatch.setenv(name, value)

@@ -47,7 +47,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def parts_of(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Those of each quantised matrix by their ends, by the name that its plain weight has."""
+    """Return the tensors of each quantised matrix by the ends of their names, by the name of its plain weight."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         stem, _, end = name.rpartition(".")

@@ -38,7 +38,7 @@ SAMPLED_TALKER = Sampling(temperature=0.9, top_k=40, top_p=0.8, repetition_penal
 
 @dataclass(frozen=True)
 class ThinkerResult:
-    """What the thinker gave: P prompt tokens, N reply tokens."""
+    """The thinker's result: P prompt tokens, N reply tokens."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -52,12 +52,12 @@ class ThinkerResult:
 
 @dataclass(frozen=True)
 class TalkerResult:
-    """What the talker gave."""
+    """The talker's result."""
 
     sampled: tuple[int, ...]
     """Every id drawn, a stop id at the end included."""
     codes: tuple[int, ...]
-    """As fed to token2wav: `sampled` up to the first stop id."""
+    """Codes fed to token2wav: `sampled` up to the first stop id."""
     logits: Tensor
     """float32 [len(sampled), V], before any processor or warper."""
     positions: Tensor
@@ -67,7 +67,7 @@ class TalkerResult:
 
 @dataclass(frozen=True)
 class Speech:
-    """What token2wav gave for C codes: T mel frames, S samples."""
+    """token2wav's result for C codes: T mel frames, S samples."""
 
     noise: Tensor
     """float32 [1, T, 80]: initial state of the ODE."""
@@ -98,7 +98,7 @@ class Solver:
 
 @dataclass
 class _Seen:
-    """What the spies caught during one `generate`."""
+    """Tensors that the spies caught during one `generate`."""
 
     embeds: Tensor | None = None
     reply_part: Tensor | None = None
@@ -329,7 +329,7 @@ class HfReference:
 
 
 def loading_info(path: Path) -> dict[str, Any]:
-    """What HF's loader reports: missing, unexpected and mismatched keys."""
+    """Return the report of HF's loader: missing, unexpected and mismatched keys."""
     _quieten()
     # The class's own from_pretrained cannot return it, it takes the pair for the model.
     load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]

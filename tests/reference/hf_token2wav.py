@@ -30,7 +30,7 @@ HOP = 240
 """Samples a mel frame."""
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where engines under test run: on a GPU where there is one. HF's reference stays on the CPU."""
+"""Device of the engines under test: a GPU if there is one. HF's reference stays on the CPU."""
 
 
 def lent(engine: Token2WavEngine) -> Iterator[Token2WavEngine]:
@@ -81,10 +81,10 @@ class HfToken2Wav:
 
     @contextlib.contextmanager
     def past(self, rows: PastRows, *, is_left: bool, kept_blocks: int) -> Iterator[None]:
-        """Within, `mel` solves a window behind one block of another's, whose frames count for nothing.
+        """Within, `mel` solves a window after one block of another window, whose frames are ignored.
 
-        At every evaluation the layers that look back find in that block the keys and values in `rows`, if any is left,
-        and leave there those of the `kept_blocks`-th block behind it.
+        At every evaluation the layers that look back find in that block the keys and values in `rows`, if any. There
+        they leave those of the `kept_blocks`-th block after it.
         """
         size = self.dit.config.block_size
         with contextlib.ExitStack() as hooks:
@@ -161,7 +161,7 @@ def streamed_waveform(
 ) -> list[Tensor]:
     """Chunks by HF's modules, straight from the plan's definition: frames of earlier windows stay as they were made.
 
-    A window but the first is solved by HF behind one block more, of which it sees what the window before has left.
+    HF solves each window but the first after one block more, which has the keys and values of the window before.
     """
     block, total = 12, len(codes)
     ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames

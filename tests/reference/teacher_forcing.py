@@ -56,7 +56,7 @@ small against the terms of its sums."""
 
 
 def relative_error(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Error:
-    """Of the vectors of all positions of all sequences, each by the norm of the difference."""
+    """Return the relative error of the vectors of all positions of all sequences, by norms."""
     errors = []
     for key, expected in plain.items():
         assert other[key].shape == expected.shape, key
@@ -183,7 +183,7 @@ def tape_steps(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 @dataclass(frozen=True)
 class SpokenPrompt:
-    """What one talker sequence is opened and fed with."""
+    """Input of one talker sequence."""
 
     prompt: TalkerPrompt
     rows: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream keeps of its past is all that look-back needs: windows that see enough ahead make the whole's mel.
+"""A stream keeps all of its past that look-back needs: windows that see enough ahead make the whole reply's mel.
 
 The oracle is HF's sampler on the whole reply in one window.
 """
@@ -169,7 +169,7 @@ def test_look_ahead_over_all_that_is_left_makes_the_whole_reply(
 
 
 def test_a_past_is_heard(blind_networks: Networks) -> None:
-    """What the tests above would miss if nothing were found."""
+    """Without the past the mel differs, so the tests above would notice a past that is never read."""
     dit, codes = blind_networks.dit, some_codes(48)
     sampler = Sampler(dit, CPU, past=dit.past_pool(RK4.pages, torch.float32))
     stream = a_stream(blind_networks, sampler, codes, PLANS[0])

@@ -52,7 +52,7 @@ class Step:
             return torch.randn(*sizes, generator=random).to(DEVICE, self.dtype)
 
         self.projected = normal(count, (self.heads + 2 * self.key_heads) * self.width)
-        # What is behind a sequence's end is another's, or nobody's: NaN shows that it is not read.
+        # Memory after a sequence's end is another's, or unused: NaN shows that it is not read.
         self.blocks = normal(count * most + 1, self.key_heads, BLOCK, 2 * self.width)
         order = 1 + torch.randperm(count * most, generator=random)
         self.table = order.view(count, most).to(DEVICE, torch.int32)
@@ -64,7 +64,7 @@ class Step:
         self.angles = torch.cat([angles.cos(), angles.sin()], 1).to(DEVICE, self.dtype)
 
     def run(self, arrivals: Tensor, projected: Projected | None = None) -> tuple[Tensor, Tensor]:
-        """What the kernel gives, and the cache behind it."""
+        """Return the kernel's result, and the cache after it."""
         blocks = self.blocks.clone()
         cache = Cache(blocks, self.table, torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE))
         rotation = Rotation(self.positions, self.angles, SECTIONS[self.width])
@@ -246,7 +246,7 @@ def test_a_layer_computes_a_recorded_step_by_the_kernel_and_others_plainly(monke
 
 @dataclass
 class Norm:
-    """As vLLM's `RMSNorm`, in plain PyTorch."""
+    """vLLM's `RMSNorm` in plain PyTorch."""
 
     weight: Tensor
     variance_epsilon: float = 1e-6

@@ -81,7 +81,7 @@ def test_the_vision_tower_has_run_before_the_first_image(
 
 
 PATCHES = {"small image": 16, "large image": 96}
-"""Of the vision tower, 14 x 14 pixels each."""
+"""Patches of the vision tower, 14 x 14 pixels each."""
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def assert_within(error: Error, bounds: Error) -> None:
 
 @with_kernel
 def test_the_attention_of_quantised_layers_is_fused_alone(pair: Pair) -> None:
-    """As on a GPU, where the runner asks for it."""
+    """Fuse it as the runner does on a GPU."""
     from triton_omni.vllm_hooks.shared.fused_decode import decoder_of
     from triton_omni.vllm_hooks.shared.fused_layers import FusedAttention, fuse
 

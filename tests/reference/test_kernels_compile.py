@@ -21,7 +21,7 @@ SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 Programming Guide, technical specifications per compute capability.
 """
 STACK_BYTES = 384
-"""What a thread may have outside of its registers: with 760 a talker's draw took twice as long."""
+"""Most bytes of a thread outside its registers: with 760 a talker's draw took twice as long."""
 NEEDS_SHARED_MEMORY = {"_product"}
 """Kernels that run only where a program has 227 KB (`layer_kernels.fit`)."""
 FROM_HOPPER_ON = {"_scaled_gated_product"}

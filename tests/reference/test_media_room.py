@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 SHORT = Sampling(max_tokens=4)
 LENGTH = 1024
 MANY_STEPS = 100
-"""In which every prompt here is answered."""
+"""Steps that are enough to answer every prompt here."""
 
 
 def video(frames: int) -> np.ndarray:
@@ -35,7 +35,7 @@ def heard_video(hf: HfReference) -> ThinkerPrompt:
 
 @pytest.fixture(params=[False, True], ids=["step by step", "scheduled ahead"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Any]:
-    """As if vLLM thought that no medium has more tokens than a step."""
+    """An engine whose vLLM thinks that no medium has more tokens than a step."""
     from triton_omni.vllm_hooks.thinker.media_processor import ProcessingInfo
 
     sizes = {"image": 64, "audio": 64, "video": 64}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps with prompts as CUDA graphs against the same steps kernel by kernel, in the precision that a GPU serves.
 
-Prompts of many lengths join a running batch at random steps, so that recorded steps hold prompts, pieces of prompts
-and replies side by side, padded and not.
+Prompts of many lengths join a running batch at random steps. So recorded steps hold prompts, pieces of prompts and
+replies side by side, padded and not.
 """
 
 from __future__ import annotations

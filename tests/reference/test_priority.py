@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets the next place in the thinker's batch; `talker/test_talker_lifecycle.py` has the talker's."""
+"""The order of places in the thinker's batch; `talker/test_talker_lifecycle.py` has the talker's."""
 
 from __future__ import annotations
 

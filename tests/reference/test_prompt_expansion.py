@@ -56,7 +56,7 @@ def vllm_processor(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def normalised(vllm_processor):
-    """What the vision tower makes of bytes first."""
+    """The vision tower's first step, which normalises bytes."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     from triton_omni.vllm_hooks.shared.compat import build_mm_input_norm

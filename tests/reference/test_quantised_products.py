@@ -31,7 +31,7 @@ from_hopper_on = pytest.mark.skipif(not reads_e4m3(DEVICE), reason="on a GPU the
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-"""Of rows. A GPU multiplies no float32 by so large tiles of E4M3, and the interpreter no bfloat16."""
+"""Dtype of rows. A GPU multiplies no float32 by so large tiles of E4M3, and the interpreter no bfloat16."""
 KINDS = [torch.float16, KIND]
 SHAPES = [(1, 896, 2000), (3, 96, 128), (17, 64, 272), (33, 100, 512), (64, 4, 160), (5, 1, 16)]
 """Rows, width and depth: fewer and more than tiles of each."""
@@ -139,7 +139,7 @@ class Linear(nn.Module):
 
 @dataclass
 class Norm:
-    """As vLLM's `RMSNorm`, in plain PyTorch."""
+    """vLLM's `RMSNorm` in plain PyTorch."""
 
     weight: Tensor
     variance_epsilon: float = 1e-6
@@ -149,7 +149,7 @@ class Norm:
 
 
 def decoder_layer(*, e4m3: bool = True) -> Any:
-    """As vLLM has it. What its heads see is sines of their queries: attention is another test's."""
+    """Return a layer as vLLM has it. Its heads give sines of their queries, since another test covers attention."""
 
     def linear(width: int, depth: int, bias: Tensor | None = None) -> Linear:
         return Linear(normal(width, depth) * 0.1, bias, e4m3=e4m3)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may say of the thinker's reply besides sampling it, on the tiny checkpoint in float32.
+"""A request's options for the thinker's reply besides sampling, on the tiny checkpoint in float32.
 
-Penalties and biases against HF's logits processors; stop strings by vLLM's definition, and the rows of what they leave
-against HF's of a reply of that length.
+Penalties and biases are compared with HF's logits processors. Stop strings follow vLLM's definition, and the rows of
+the remaining text equal HF's of a reply of that length.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def plain(engine: Any, hf: HfReference) -> Answer:
 
 
 def tokens_that_stay(hf: HfReference, token_ids: tuple[int, ...], length: int) -> int:
-    """How many tokens of a reply have a character among the first `length` of its text, by decoding every prefix."""
+    """Count a reply's tokens that have a character among the first `length` of its text, by decoding every prefix."""
     decode = hf.processor.tokenizer.decode
     prefixes = [decode(token_ids[:count], skip_special_tokens=True) for count in range(len(token_ids) + 1)]
     # A character of several tokens is there with the last of them.

@@ -16,7 +16,7 @@ from triton_omni.request.parse import talker_seed
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:FutureWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where ids are drawn: vLLM's filters are kernels of the platform that it was built for."""
+"""Device of the draws: vLLM's filters are kernels of the platform that it was built for."""
 DRAWS = 40000
 VOCAB = 24
 
@@ -30,14 +30,14 @@ def sampling():
 
 @pytest.fixture(params=["plain", "fused"])
 def draw(sampling, request):
-    """What draws: `sampling.draw`, or the same in two kernels, which without a GPU run in Triton's interpreter."""
+    """`sampling.draw`, or the same in two kernels, which without a GPU run in Triton's interpreter."""
     from triton_omni.vllm_hooks.kernels.draw import fused_draw
 
     return sampling.draw if request.param == "plain" else fused_draw
 
 
 def interpreted(sampling, draw):
-    """Whether it takes 10 ms a row and more."""
+    """True if a draw takes 10 ms a row or more."""
     return DEVICE.type == "cpu" and draw is not sampling.draw
 
 
@@ -151,7 +151,7 @@ def test_the_largest_uniform_stays_inside_for_every_total(sampling, draw, scale)
 
 
 def test_a_target_that_falls_among_excluded_ids_gives_the_likeliest_id(sampling, monkeypatch):
-    """As where parallel sums put one more bit on an excluded id than on the id before it."""
+    """Parallel sums can put one more bit on an excluded id than on the id before it."""
     logits = torch.tensor([[1.0, 2.0, float("-inf"), 0.0, float("-inf")]] * 2, device=DEVICE)
     rounded = torch.tensor([[0.2, 0.8, 0.9, 0.95, 1.0]] * 2, dtype=torch.float64, device=DEVICE)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda *_, **__: rounded)

@@ -68,7 +68,7 @@ FATAL: dict[str, tuple[dict[str, Any], str, bool]] = {
         True,
     ),
 }
-"""What `request/schema_limits.py` refuses before; another such schema may be found any day."""
+"""Schemas that `request/schema_limits.py` refuses before; others like them may be found any day."""
 
 
 @pytest.mark.parametrize("name", USABLE)

@@ -28,7 +28,7 @@ LAST_BITS = 2.0**-23
         [161],
         [399, 5000],
         [40_000, 3, 16_000],
-        # With a window of silence behind it, it is longer than the model takes; the last one without.
+        # With a window of silence after it, it is longer than the model takes; the last one is so without.
         [LONGEST_S * RATE - 300],
         [LONGEST_S * RATE],
         [(LONGEST_S + 1) * RATE],

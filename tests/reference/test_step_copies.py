@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is told by the host and tells it, by kernels; without a GPU they run in Triton's interpreter."""
+"""Kernels that copy a step's inputs from the host and its results back; without a GPU Triton interprets them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt's first step is laid out from is what vLLM would lay it out from: positions and places in the cache."""
+"""A prompt's first step has the layout that vLLM would give it: positions and places in the cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prompt_lies_where_vllm_would_lay_it(engine: Any, hf: HfReference, kin
 
 
 def laid_out(runner: Any, count: int) -> dict[str, Any]:
-    """What a step and all that comes behind it read of one sequence of `count` tokens."""
+    """Return the values of one sequence of `count` tokens that a step and all after it read."""
     table = runner.input_batch.block_table[0]
     blocks, size = table.block_table.gpu[0].tolist(), table.block_size
     places = [blocks[place // size] * size + place % size for place in range(count)]
@@ -90,7 +90,7 @@ def test_a_lone_prompt_is_laid_out_as_vllm_lays_it(
     monkeypatch.setattr(runner, "_prepare_inputs", watched)
     for is_lone in (alone, lambda tokens: False):
         monkeypatch.setattr(runner, "_is_lone_prompt", is_lone)
-        # What is left of a step before must not be of any matter.
+        # Leftovers of an earlier step must not matter.
         for buffer in (runner.positions, runner.seq_lens, runner.optimistic_seq_lens_cpu, runner.prev_positions.cpu):
             buffer.fill_(7)
         runner.query_start_loc.np[:] = 7

@@ -54,7 +54,7 @@ def make_step(fused: bool) -> Any:
 
 
 def both(act: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `act` gives of a plain and of a fused step, with all that a step keeps."""
+    """Return the results of `act` on a plain and on a fused step, with all that a step keeps."""
     results = []
     for fused in (False, True):
         step = make_step(fused)
@@ -109,7 +109,7 @@ def test_ids_are_drawn_as_by_the_plain_step(seed: int, listed: int, monkeypatch:
 
     def finish(step: Any) -> dict[str, Tensor]:
         random = torch.Generator().manual_seed(seed)
-        # As the library gives them: rows of a wider matrix.
+        # The library gives rows of a wider matrix.
         logits = (torch.randn(TOKENS, VOCABULARY + 28, generator=random) * 4).to(DEVICE)[:, :VOCABULARY]
         step.finish_decode(logits)
         return {}

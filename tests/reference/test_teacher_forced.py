@@ -42,9 +42,9 @@ FP8 = Error(typical=12.0, worst=12.0)
 8, so each rounding is 16 times as large. The products alone are in FP8: an H100 measured 10 to 11.
 """
 WEIGHTS_ALONE = Error(typical=1.0, worst=1.25)
-"""Largest error of fused FP8 steps, as a multiple of that of vLLM's. Theirs round a product's rows as coarsely as its
-weights, fused ones the weights alone: of two equal errors that add up by their squares one is left, 0.7 of the sum. The
-keys and values of prompts are vLLM's in both.
+"""Largest error of fused FP8 steps, as a multiple of that of vLLM's. vLLM's steps round a product's rows
+as coarsely as its weights, fused ones the weights alone. Two equal errors add up by their squares, so one of them is
+0.7 of the sum. The keys and values of prompts are vLLM's in both.
 """
 CHANGED = 0.06
 """Relative error by which a changed network is noticed: three times that of plain steps in bfloat16."""

@@ -37,7 +37,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required
 BATCHED = 128
 """Tokens of a step at most."""
 COMPILED_S = 300
-"""Within which a schema is, however slow the machine."""
+"""Seconds in which a schema is compiled on the slowest machine."""
 
 
 class Pair:
@@ -103,7 +103,7 @@ def rows_of(answer: Answer) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def engines(tiny_checkpoint: Path) -> Iterator[Sequence[Any]]:
-    """What one test leaves behind in vLLM's records, the next one finds in both."""
+    """Two engines for all tests: leftovers of one test in vLLM's records are the same in both."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -117,7 +117,7 @@ def engines(tiny_checkpoint: Path) -> Iterator[Sequence[Any]]:
 def pair(engines: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     pair = Pair(engines, monkeypatch)
     yield pair
-    # What a test that failed has left would fail the next one too.
+    # Leftovers of a failed test would fail the next one too.
     for engine, answers in zip(engines, pair.answers, strict=True):
         for key in answers:
             engine.abort(key)
@@ -212,7 +212,7 @@ def test_a_step_is_incremental_right_after_prompts(pair: Pair, hf: HfReference) 
 
 
 def test_a_step_is_incremental_after_a_prompt_beside_a_reply_to_an_image(pair: Pair, hf: HfReference) -> None:
-    """Whose positions run behind its places."""
+    """The positions of that reply are lower than its places."""
     seen = token_ids(hf, {"type": "image"}, {"type": "text", "text": "what?"})
     pair.add("image", ThinkerPrompt(seen, {"image": [Image.fromarray(picture(64, 48))]}), GREEDY)
     pair.step(6)
@@ -228,7 +228,7 @@ def test_a_step_is_incremental_after_a_prompt_beside_a_reply_to_an_image(pair: P
 
 
 def test_steps_are_incremental_after_a_pause(pair: Pair, hf: HfReference) -> None:
-    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
+    """A pause takes the steps under way and begins none; afterwards the same steps follow as without it."""
     pair.add("held", ask(hf, "hello"), GREEDY)
     pair.step(8)
     pair.each("pause", True)

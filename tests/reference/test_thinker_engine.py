@@ -482,7 +482,7 @@ def test_what_the_runners_cannot_do_is_refused_by_name(engine: Any, change: dict
 
 
 def test_a_tensor_of_another_shape_is_told_by_name_with_its_file(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """That one is missing or its file cut off is told before the start: `tests/unit/test_start_faults.py`."""
+    """Missing tensors and files that are cut off are told before the start: `tests/unit/test_start_faults.py`."""
     checkpoint, name = tmp_path / "checkpoint", "thinker.model.layers.0.self_attn.q_proj.weight"
     shutil.copytree(tiny_checkpoint, checkpoint)
     shard = checkpoint / weight_map(checkpoint)[name]

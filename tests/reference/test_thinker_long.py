@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long chat with pictures and sounds: its reply is HF's, a step behind 3000 positions does what any other does."""
+"""A long chat with pictures and sounds: its reply is HF's, and a step after 3000 positions costs no more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHAT = [turn_of(number) for number in range(41)]
 
 
 def watch_steps(engine: Any) -> list[dict[str, int]]:
-    """How many tokens each step that is scheduled from now on has of which sequence."""
+    """Return a list that gets each later step's number of tokens by sequence."""
     scheduler, shares = engine._core.scheduler, []
     schedule = scheduler.schedule
 
@@ -63,7 +63,7 @@ def test_a_long_chat_gives_hf_tokens_and_rows_in_steps_of_one_token(tiny_checkpo
     engine.close()
     expected = hf.thinker(hf.prepare(CHAT, images=PICTURES, audios=SOUNDS), REPLY)
     assert_equals_hf(answers["long"], expected, LONG_TOLERANCE)
-    # A row and a token a step, whatever lies behind it; nothing is computed twice.
+    # A row and a token a step, whatever came before; nothing is computed twice.
     computed = list(accumulate(share.get("long", 0) for share in shares))
     prefilled = computed.index(len(answers["long"].rows) - (REPLY.max_tokens - 1))
     assert [share["long"] for share in shares[prefilled + 1 :] if share] == [1] * (REPLY.max_tokens - 1)

@@ -300,7 +300,7 @@ def test_nothing_after_a_row_that_is_not_finite_is_hit(engine: Any, hf: HfRefere
         assert answers["bad"].last.error == NOT_FINITE
         assert run(engine, {"again": placed}, TURN)["again"].last.error is None
     assert found == {"bad": 0, "again": 0}
-    # What is sound is hit.
+    # Finite blocks are hit.
     with hits(engine) as found:
         assert_equals_hf(run(engine, {"sound": placed}, TURN)["sound"], talk.expected(placed))
     assert found["sound"] > 0

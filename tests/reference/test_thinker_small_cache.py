@@ -73,7 +73,7 @@ def test_the_end_of_a_preempted_sequence_leaves_the_blocks_of_others(engine: Any
 
 def test_what_a_preempted_sequence_wrote_is_gone_before_its_blocks_are_another_s(engine: Any, hf: HfReference) -> None:
     def spoil(request_id: str) -> None:
-        """As a step under way may, which nobody has looked at yet."""
+        """Write NaN, as a step under way may whose result was not read yet."""
         (blocks,) = engine._runner.requests[request_id].block_ids
         with torch.inference_mode():
             for cache in caches(engine):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine promises beside the waveform: errors stay with their stream, cost is flat, nothing is left behind."""
+"""The engine's promises besides the waveform: errors stay with their stream, cost is flat, nothing is left."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ SETTINGS = Token2WavSettings(
     max_codes=400,
 )
 DTYPES = ["float32"] if DEVICE.type == "cpu" else ["float32", "float16"]
-"""Of the shared engine: the plain path, and the one that a GPU serves."""
+"""Precisions of the shared engine: the plain path's, and on a GPU the served one."""
 MINUTE = 3000
 """Codes of 60 s of speech."""
 DEFAULTS = StreamOptions()
 SOURCES: dict[str, Callable[[Tensor], Tensor]] = {"host": torch.clone, "device": lambda codes: codes.to(DEVICE)}
-"""Where fed codes may lie; pinned memory, from which a GPU could copy behind the host's back, needs a GPU."""
+"""Memory in which fed codes may lie; pinned memory, from which a GPU copies without the host, needs a GPU."""
 if DEVICE.type == "cuda":
     SOURCES["pinned"] = Tensor.pin_memory
 REPEAT_TOLERANCE = 0.0 if DEVICE.type == "cpu" else 1e-5
-"""Of one batch solved twice: on a GPU cuDNN's transposed convolutions may add in another order every time."""
+"""Tolerance of one batch solved twice: cuDNN's transposed convolutions may add in another order every time."""
 
 LEAST_DECIBEL = 40.0
-"""Of one stream's sound over its difference in another batch, in float16, each as close to float32 as 45."""
+"""Least ratio in dB of a stream's sound to its difference in another batch, in float16; each has 45 to float32."""
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -126,7 +126,7 @@ def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) 
         assert engine.has_work()
         assert len(next_outputs(engine)) == 1
         received = wanted
-    # What is due already is not waited for, nor anything of a reply in one piece before its end.
+    # A window that is due waits for nothing, and a reply in one piece wants no code before its end.
     engine.feed("a", some_codes(100))
     assert engine.wanted("a") == 264
     engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
@@ -163,7 +163,7 @@ def test_fed_codes_may_be_overwritten_by_their_owner(engine: Token2WavEngine, so
 
 
 def spoil(engine: Token2WavEngine, key: str, bad: float = float("nan")) -> None:
-    """Give one stream a voice that makes its next window not finite, behind the engine's back."""
+    """Give one stream a voice that makes its next window not finite; the engine does not know."""
     stream = engine._streams[key]
     speaking, silent = stream.request.voice.halves
     voice = Voice(torch.stack([torch.full_like(speaking, bad), silent]))
@@ -299,7 +299,7 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
         if next_outputs(engine):
             costs.append(engine.frames_solved - before)
             held.append((engine.stats().rows_used, engine.stats().kv_blocks_used))
-    # 1, 2 and then 3 new blocks, and one of look-ahead: no frame is solved again because of what lies behind it.
+    # 1, 2 and then 3 new blocks, and one of look-ahead: no earlier frame is solved again.
     assert costs == [48, 72, *[96] * (len(costs) - 2)]
     assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block of look-ahead"
     assert vocoder.frames == [48, 96, *[120] * (len(costs) - 2)], "a block of context before, and one behind"
@@ -321,7 +321,7 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
     token2wav_clock[0] += 100_000_000
     begin("new", 200)
     engine.feed("old", some_codes(152))
-    # Behind its first chunk it has sound until 0.34 s, behind its second until 0.82 s, the old one until 0.72 s.
+    # After its first chunk it has sound until 0.34 s, after its second until 0.82 s, the old one until 0.72 s.
     assert [next_outputs(engine)[0].key for _ in range(4)] == ["new", "new", "old", "new"]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused kernels and networks against the plain ones they stand in for.
 
-On a machine without a GPU the kernels run in the Triton language's interpreter, in float32 and float16 (bfloat16 it
-does not compute); graphs, and speed, are the GPU's.
+Without a GPU the kernels run in the Triton language's interpreter, in float32 and float16, since it does not compute
+bfloat16. Graphs, and speed, need a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 LENGTHS = (30, 1, 24, 49)
 VOICE = "Chelsie"
 LEAST_DECIBEL = 45.0
-"""Of the float32 result over its difference to the float16 one; published as at least 35."""
+"""Least ratio in dB of the float32 result to its difference from the float16 one; published as 35."""
 
 
 @pytest.fixture(autouse=True)
@@ -365,7 +365,7 @@ def one_tiling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("solver", ["rk4", "euler"])
 @pytest.mark.parametrize("guided", [True, False])
 def test_recorded_steps_equal_the_same_steps_one_by_one(networks: Networks, solver: Solver, guided: bool) -> None:
-    # Larger, then smaller (what the first left behind must not matter), then too large for any graph.
+    # Larger, then smaller (leftovers of the first must not matter), then too large for any graph.
     batches = [(30, 24), (7,), (12, 12), (90,), (31, 5)]
     options = FlowOptions(solver, 4, -1.0, guided)
     assert_recorded_steps_are_the_same(
@@ -481,7 +481,7 @@ def test_no_step_waits_for_the_device(tiny_checkpoint: Path, settings: dict[str,
         while engine.has_work():
             assert all(output.error is None for output in engine.step())
 
-    # What is made once, such as the table of modulations, may wait; a window of another length may not.
+    # Values made once, such as the table of modulations, may wait; a window of another length may not.
     speak(70)
     torch.cuda.set_sync_debug_mode("error")
     try:

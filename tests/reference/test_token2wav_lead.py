@@ -87,7 +87,7 @@ def test_it_is_made_as_it_is_heard_and_is_the_same(engine: Token2WavEngine, cloc
     begin(engine, "paced", PACED)
     parts = [all_due(engine)["paced"]]
     while "paced" in engine._streams:
-        # Never further ahead than the lead and the chunk that it let begin, never so far behind as to fall silent.
+        # Never further ahead than the lead and the chunk that it let begin, and never so late as to fall silent.
         ahead_ns = sum(map(len, parts)) * 1_000_000_000 // 24_000 - (clock.ns - began_ns)
         assert LEAD_NS < ahead_ns <= LEAD_NS + CHUNK_NS
         clock.ns += TICK_NS

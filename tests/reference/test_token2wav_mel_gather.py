@@ -92,7 +92,7 @@ def test_a_stream_keeps_what_later_chunks_need_and_no_more() -> None:
         due = Due.of(stream, chunk)
         splice([due], [mel_of(due, bad=False)]).take_on([torch.empty(0)])
         plan = stream.request.plan
-        # A final chunk behind may want as many frames before it as a regular one has.
+        # A final chunk after it may want as many frames before it as a regular one has.
         first = max(0, chunk.audio.end - plan.vocoder_lengths[-1])
         torch.testing.assert_close(stream.tail, frames(1, first, chunk.kept.end))
 

@@ -325,7 +325,7 @@ def test_pages_go_from_one_who_was_dropped_to_the_next_while_the_batch_writes_th
     engine.abort("g")
     begin(engine, "g")
     with pytest.MonkeyPatch.context() as patched:
-        # What the batch writes back is no later than what the newcomer leaves.
+        # The batch restores its pages no later than the newcomer writes its own.
         in_the_vocoder(engine, lambda keys: len(keys) > 2, patched)
         go_on(engine, "f")
         go_on(engine, "g")
@@ -345,7 +345,7 @@ def test_a_batch_of_which_nobody_is_left_is_given_up(engine: Token2WavEngine, cl
 
 
 Lacking = Callable[[set[str]], bool]
-"""Whether there is no memory for the windows of these streams together."""
+"""True if there is no memory for the windows of these streams together."""
 
 
 def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def in_the_solver(engine: Token2WavEngine, lacking: Lacking, patched: pytest.Mon
 
 
 def in_the_vocoder(engine: Token2WavEngine, lacking: Lacking, patched: pytest.MonkeyPatch) -> None:
-    """Memory runs out behind the solver, when all that the next windows are to find was left."""
+    """Memory runs out after the solver, when everything for the next windows has been written."""
     del engine
     sound = batch_launch._sound
 

@@ -44,7 +44,7 @@ def with_padding_attended(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_by_hand(manager: Any, settings: EngineSettings) -> None:
-    """What vLLM's manager does at the start of a GPU's engine, with passes that are run again instead of recorded."""
+    """Do what vLLM's manager does at the start of a GPU's engine, but repeat passes instead of recording them."""
     from vllm.v1.worker.encoder_cudagraph import BudgetGraphMetadata
 
     from triton_omni.vllm_hooks.shared.graphs import image_budgets

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both engines ask of vLLM: memory sized in advance, no prefix cache, the supported version."""
+"""Both engines' demands on vLLM: memory sized in advance, no prefix cache, the supported version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def any_device(engine_args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def own_device(engine_args: Any) -> torch.device:
-    """What the installed vLLM runs on."""
+    """Device of the installed vLLM."""
     return torch.device(engine_args.current_platform.device_type)
 
 
@@ -134,7 +134,7 @@ def test_graphs_of_prompts_go_up_to_their_limit_and_no_step(engine_args: Any, to
 
 
 def test_graphs_are_of_no_more_tokens_than_a_sequence_may_have(engine_args: Any) -> None:
-    """vLLM would read behind its block tables while it records them: an illegal access, or worse, none."""
+    """vLLM would read past its block tables while it records them: an illegal access, or worse, none."""
     settings = EngineSettings(max_num_seqs=64, max_model_len=192, max_graph_tokens=512)
     assert engine_args.graph_sizes(settings)[-1] == 192
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the thinker's engine share: engines of the tiny checkpoint, prompts, whole answers."""
+"""Helpers of the thinker engine's tests: engines of the tiny checkpoint, prompts, whole answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM knows of its sequences between two steps, of two engines that are told the same; and whom it preempts."""
+"""vLLM's records of its sequences between two steps, of two engines with equal input; and the sequences it preempts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from unittest import mock
 def different_records(one: Any, other: Any) -> list[str]:
     """Names of what the vLLM of two engines knows differently, on the host and on the device.
 
-    Where the runners note in `taking_part` whose the last step is, those that wait may keep a place in one's batch. So
-    only what is known of the others is compared, whatever their rows, and in replies an id that one runner has not
-    been told is no difference.
+    If the runners note in `taking_part` the sequences of the last step, others may keep a place in one batch. So
+    only records of the others are compared, whatever their rows. In replies an id that one runner does not know is no
+    difference.
     """
     first, second = _records(one), _records(other)
     places_are_kept = hasattr(one._runner, "taking_part")
@@ -25,7 +25,7 @@ def different_records(one: Any, other: Any) -> list[str]:
 
 
 _OF_ROWS = {"order", "rows before", "all lengths", "all bounds of lengths", "all starts"}
-"""Records that tell which row is whose, or of rows behind the batch."""
+"""Records that tell the sequence of each row, or describe rows after the batch."""
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -127,7 +127,7 @@ def _of_decode_step(runner: Any, rows: dict[str, int]) -> dict[str, Any]:
     }
     before = {_name_of(request_id): row for request_id, row in (batch.prev_req_id_to_index or {}).items()}
     drawn = batch.prev_sampled_token_ids
-    # As text: what is not a number is never equal to itself.
+    # Compared as text, since NaN is never equal to itself.
     return {
         **{name: {key: str(read(row).tolist()) for key, row in rows.items()} for name, read in of_rows.items()},
         "starts": starts.tolist() == list(range(count + 1)),

@@ -44,13 +44,13 @@ class Asked:
 
     media: Sequence[Media] = ()
     heard: bool = False
-    """Whether the videos' sound is part of it."""
+    """True if the videos' sound is part of it."""
     spoken: bool = True
-    """Whether the reply is to be spoken, too."""
+    """True if the reply is to be spoken, too."""
 
     @property
     def request(self) -> Request:
-        """As the project's client has it."""
+        """The request of the project's client."""
         return Request.ask(
             TEXT,
             self.media,
@@ -63,7 +63,7 @@ class Asked:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As JSON has it: input tensors by name, media as data URIs."""
+        """The request in JSON: input tensors by name, media as data URIs."""
         request = self.request
         said = {"text_input": TEXT} if request.messages is None else {"messages": json.dumps(request.messages)}
         media = {"media": [data_uri(medium) for medium in self.media]} if self.media else {}
@@ -91,7 +91,7 @@ class Said:
 
 
 def data_uri(medium: Media) -> str:
-    """As browsers and JSON have a file."""
+    """Return the data URI by which browsers and JSON carry a file."""
     return f"data:application/octet-stream;base64,{base64.b64encode(medium.data).decode()}"
 
 
@@ -101,14 +101,14 @@ def of_client(reply: Reply) -> Said:
 
 
 def of_arrays(responses: Sequence[Mapping[str, Any]]) -> Said:
-    """Of the output tensors of each response."""
+    """Return the reply in the output tensors of each response."""
     text = b"".join(found["text_output"][0] for found in responses)
     audio = np.concatenate([found["audio_output"] for found in responses])
     return Said(text.decode(), audio, json.loads(responses[-1]["info"][0])["usage"])
 
 
 def of_json(events: Sequence[Mapping[str, Any]]) -> Said:
-    """Of JSON objects, in which an empty tensor is an empty list or text."""
+    """Return the reply in JSON objects, in which an empty tensor is an empty list or text."""
     audio = [np.atleast_1d(event["audio_output"]) for event in events if event["audio_output"] not in ([], "")]
     text = "".join(event["text_output"] for event in events)
     return Said(text, np.concatenate([[], *audio]).astype(np.float32), json.loads(events[-1]["info"])["usage"])
@@ -288,7 +288,7 @@ WAYS: dict[str, Way] = {
     "HttpClient": http_client,
     "HttpClient-stream": http_client_stream,
 }
-"""That may be gone at once; the command line, which has the process's standard output, and the gateway's are apart."""
+"""Ways that may run at once; the command line, which has the process's standard output, and the gateway's are apart."""
 COMMAND_LINE = "triton-omni"
 GATEWAYS: dict[str, Callable[[str, Asked], Said]] = {"gateway": gateway, "gateway-stream": gateway_stream}
 ALL_WAYS = (*WAYS, COMMAND_LINE, *GATEWAYS)

@@ -22,7 +22,7 @@ from triton_omni_client.messages import MODEL
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The server of most tests; its stop shows that none of them left a request or a process behind."""
+    """The server of most tests; its stop shows that no test left a request or a process."""
     with serve(tmp_path_factory.mktemp("server"), tiny_checkpoint, client_shared_memory=True) as served:
         # Kernels are compiled when they first run, which takes a GPU longer than some tests wait.
         served.ask("warm-up", "hello " * 40, seed=1)

@@ -30,7 +30,7 @@ IDLE_AFTER_KILLS_S = 300.0
 """Triton takes about a second to forget each request that a stage had when it was killed."""
 TURNS, AT_ONCE = 10, 8
 TOKENS, CODES = 6, 12
-"""Of each reply, at most."""
+"""Limits of each reply."""
 THINKER = Sampling(max_tokens=TOKENS)
 TALKER = Sampling(repetition_penalty=1.05, max_tokens=CODES)
 """HF's for such replies."""
@@ -61,7 +61,7 @@ FEW = {"thinker": 576, "talker": 800}
 
 
 def text_script(number: int) -> list[Turn]:
-    """What a user says in ten turns; each number says something else."""
+    """Return a user's texts in ten turns, different for each number."""
     return [user(f"{number}.{turn}?") for turn in range(TURNS)]
 
 
@@ -91,7 +91,7 @@ class PlayedTurn:
 
     @property
     def voice(self) -> str:
-        """Whose the reply is."""
+        """Voice of the reply."""
         assert self.request.voice is not None
         return self.request.voice
 

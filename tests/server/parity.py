@@ -111,17 +111,17 @@ class Turn:
 
 
 def system(text: str) -> Turn:
-    """How the caller wants to be answered, instead of the model card's words."""
+    """The caller's system prompt, instead of the model card's."""
     return Turn("system", (text,))
 
 
 def user(*parts: str | Shown) -> Turn:
-    """What a user says and shows."""
+    """A user's texts and media."""
     return Turn("user", parts)
 
 
 def assistant(text: str) -> Turn:
-    """What was answered before."""
+    """An earlier answer."""
     return Turn("assistant", (text,))
 
 
@@ -131,7 +131,7 @@ class Chat:
 
     turns: Sequence[Turn]
     heard: bool = False
-    """Whether the sound of its videos is part of it."""
+    """True if the sound of its videos is part of it."""
 
     @property
     def media(self) -> list[Shown]:
@@ -163,7 +163,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Expected:
-    """What HF says to a request, and in which voice."""
+    """HF's answer to a request, and its voice."""
 
     reply: Reply
     voice: str
@@ -187,7 +187,7 @@ def noise(seed: int, codes: int) -> torch.Tensor:
 
 
 def hf_details(hf: HfReference, prompt: tuple[int, ...]) -> dict[str, int]:
-    """What a prompt is made of, by the ids of HF's configuration."""
+    """Count the parts of a prompt, by the ids of HF's configuration."""
     config = hf.model.config.thinker_config
     media = {
         "audio_tokens": prompt.count(config.audio_token_id),

@@ -25,12 +25,12 @@ from triton_omni_client.messages import MODEL, UNARY_MODEL
 PROGRAM = ROOT / ".cache" / "perf-analyzer" / "perf_analyzer"
 VARIABLE = "PERF_ANALYZER"
 LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
-"""What the program is linked to and Debian has not, by the names of tritonserver's own copies."""
+"""Libraries that the program needs and Debian lacks, with the names of tritonserver's own copies."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How it asks: which model, over what, and with which load."""
+    """A way to ask: model, transport and load."""
 
     model: str
     protocol: str
@@ -95,7 +95,7 @@ def find_perf_analyzer(server: Served, folder: Path) -> PerfAnalyzer:
     program = Path(os.environ.get(VARIABLE) or PROGRAM)
     if program == PROGRAM and not program.exists():
         pytest.skip(f"no perf_analyzer: ./build.sh test fetches one, {VARIABLE}=PROGRAM names one")
-    # Where tritonserver was installed by other means, every program finds the libraries that it needs itself.
+    # If tritonserver was installed by other means, every program finds the libraries that it needs itself.
     for name, pattern in LIBRARIES.items():
         for library in [path for place in find_triton().library_folders for path in place.glob(pattern)][:1]:
             (folder / name).symlink_to(library)

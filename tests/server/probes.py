@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage runs in the tests: the real stage and engine, watched and, for chosen seeds, disturbed.
+"""A stage in the tests: the real stage and engine, watched and, for chosen seeds, disturbed.
 
-A test's model repository holds a `model.py` that calls `install` and then starts the stage as ever. What passes on
-the links and out of the engines goes to a file of JSON lines a stage; a request whose seed is in `DISTURBANCES` slows
-an engine down, loses its sequence or breaks the engine. Requests with other seeds run the real code alone.
+A test's model repository holds a `model.py` that calls `install` and then starts the stage as ever. Messages on
+the links and outputs of the engines go to a file of JSON lines a stage. A request whose seed is in `DISTURBANCES`
+slows an engine down, loses its sequence or breaks the engine. Requests with other seeds run the real code alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StageName = Literal["thinker", "talker", "token2wav"]
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What an engine does while a sequence of this seed is open."""
+    """Changes of an engine's behaviour while a sequence of this seed is open."""
 
     stage: StageName
     step_s: float = 0.0
@@ -50,7 +50,7 @@ CRAWLING_THINKER = 910_004
 SLOW_PREPROCESSING = 910_005
 LISTENING_THINKER = 910_006
 PREPROCESSING_S = 2.0
-"""What preparing a request of that seed takes longer."""
+"""Additional seconds to preprocess a request of that seed."""
 REGIONS = "/dev/shm/triton_omni_"
 LOCKS_WITHIN = 4096
 """Triton's first locks are in the first bytes of a region."""
@@ -210,7 +210,7 @@ class _Disturbed:
 
 
 def _die_with_locks() -> None:
-    """As by chance, when a stage is killed within one of the moments in which it has what it shares with Triton."""
+    """Die while holding locks that are shared with Triton, as a stage may that is killed at any moment."""
     regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if REGIONS in line]
     begin = min(int(region[0].partition("-")[0], 16) for region in regions)
     kinds = (ctypes.c_int32 * (LOCKS_WITHIN // 4)).from_address(begin)

@@ -80,7 +80,7 @@ class RandomTurns:
     kills: int
     compared: list[Compared] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    """How each turn ended."""
+    """Outcome of each turn."""
     lost: list[str] = field(default_factory=list)
     """Requests that a kill ended, by error. One that the thinker had not passed on has its client's timeout alone."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -150,7 +150,7 @@ class RandomTurns:
         return self._answered(ask)
 
     def _answered(self, ask: Callable[[int], T]) -> T | None:
-        """What it returns, given the number of the attempt; None if a stage was killed meanwhile."""
+        """Return its result, given the number of the attempt; None if a stage was killed meanwhile."""
         self._ready.wait()
         over = self._over
         while True:

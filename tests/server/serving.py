@@ -37,10 +37,10 @@ from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
 NEVER_S = 40.0
-"""What has not come by then never comes, however slow the machine; what must come sooner says so. It is less than the
+"""Seconds after which a missing event never comes, however slow the machine. It is less than the
 deadline of a request, which would free what was forgotten."""
 EXIT_TIMEOUT_S, STOP_S = 300, 100.0
-"""How long a server waits for a request that was leaked before it stops, and what a stop takes at most without one,
+"""Seconds that a server's stop waits for a leaked request, and the most that a stop takes without one,
 however slow the machine is."""
 DIRECT_CALL = "the client called the thinker directly"
 """The thinker's log of a session of which the talker has heard nothing for long: it would free what was forgotten."""
@@ -115,7 +115,7 @@ def server_config(
     measured: bool = False,
     **options: Any,
 ) -> ServerConfig:
-    """How a test's server runs; everything it writes is in `folder`.
+    """Return the configuration of a test's server; everything it writes is in `folder`.
 
     Coverage is measured in the processes of one server, which is asked everything and is a third slower for it.
     """
@@ -180,7 +180,7 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], object], seconds:
 
 @contextmanager
 def held_back(kind: type, method: str) -> Iterator[None]:
-    """What happens within does so before this method does anything: whoever calls it waits."""
+    """Hold each call of this method back until the block has ended: its caller waits."""
     may_go_on, go_on = threading.Event(), getattr(kind, method)
 
     def wait_and_go_on(*arguments: Any) -> None:
@@ -216,7 +216,7 @@ class Served:
         self.wait_until_idle()
         seconds = self.stop_whatever_is_left()
         log = self.log()
-        # What ends while it is counted for the first time is gone a second later; a leaked request never is.
+        # A request that ends while it is first counted is gone a second later; a leaked request never is.
         in_flight = in_flight_at_stop(log)
         assert len(in_flight) <= 2, in_flight
         assert in_flight[-1] == 0
@@ -246,7 +246,7 @@ class Served:
         }
 
     def held(self) -> dict[str, float]:
-        """What the stages and Triton itself hold now: every figure that is not 0."""
+        """Return the figures, other than 0, of what the stages and Triton itself hold now."""
         found = self.metrics("omni_") | self.metrics("nv_inference_pending_request_count")
         return {name: value for name, value in found.items() if value and name.partition("{")[0] in HELD}
 
@@ -257,7 +257,7 @@ class Served:
         return {name: value for name, value in found.items() if re.search('tensor="(ROWS|CODES|ring)"', name)}
 
     def wait_until_published(self) -> None:
-        """What the stages have counted by now is published: figures of their loops, which always grow, twice."""
+        """Wait until the stages have published their counts: figures of their loops, which always grow, grew twice."""
         for _ in range(2):
             before = self._loop_seconds()
             wait_for(
@@ -292,7 +292,7 @@ class Served:
 
 
 class Records:
-    """What the probes of one server wrote, by request id; of one thread at a time."""
+    """Events that the probes of one server wrote, by request id; for one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -335,7 +335,7 @@ class Records:
         return tuple(code for event in self.received(request_id, "token2wav") for code in event["codes"])
 
     def received(self, request_id: str, stage: str) -> list[dict[str, Any]]:
-        """What a stage was sent of a request: messages, and what was placed in its ring."""
+        """Return a request's messages to a stage, and the items placed in its ring."""
         return [found for found in self._of(request_id, stage) if found["event"] in ("message", "placed")]
 
     def _of(self, request_id: str, stage: str) -> list[dict[str, Any]]:

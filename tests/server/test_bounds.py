@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What used to end tritonserver by its own front ends is refused, at the limit and above it, by each way in."""
+"""Requests that once ended tritonserver in its own front ends are refused, at the limit and above it, each way in."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from triton_omni_client import BadRequest, HttpClient, Media, OmniClient, Reques
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 
 BODY_BYTES = 8 << 20
-"""Of this server; the shipped one takes eleven times that."""
+"""Largest body of this server; the shipped one takes eleven times that."""
 LIMITS = {"max_body_bytes": BODY_BYTES, "max_media_bytes": 6 << 20, "max_audio_seconds": 30}
 GOOD: Mapping[str, Any] = {"seed": 7, "modalities": ["text"], "thinker": {"max_tokens": 6}}
 JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 WAYS = ("generate", "generate_stream", "infer")
 BRACKETS = BODY_BYTES // 64 + (1 << 20)
 UNPACKED_MIB = 96.0
-"""What a refused compressed body may leave in tritonserver; unpacked it would be 400."""
+"""Most MiB that a refused compressed body may leave in tritonserver; unpacked it would be 400."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, s
 
 
 def grpc_error(server: Served, message: Any, compression: grpc.Compression = grpc.Compression.NoCompression) -> str:
-    """What a message is answered, streamed or not, where it is refused."""
+    """Return the refusal of a message, streamed or not."""
     with grpc.insecure_channel(server.supervisor.grpc_url, compression=compression) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations through a server whose thinker and talker have prefix caches: turns that hit them and turns that do not
-are the same, and the rows of what the talker has are not sent."""
+"""Conversations through a server whose thinker and talker have prefix caches. Turns that hit them equal turns that do
+not, and rows that the talker has are not sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TURNS_A_KILL = 300
 TURNS_A_RARITY = 200
 """In so many turns there is a hit and a preemption in each stage; a short run may have none."""
 SECOND_TOKENS = 25
-"""Of a second of sound."""
+"""Tokens of a second of sound."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from server.serving import Served
 
 AT_ONCE = 4
 SAME = 1e-5 + 1 / 32767
-"""Of another batch, and of the 16 bits that the command line and the gateway write."""
+"""Largest difference by another batch, and by the 16 bits that the command line and the gateway write."""
 
 Calls = dict[tuple[str, str], Future[Said]]
 

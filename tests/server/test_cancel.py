@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client that goes away: no stage begins another step once it is noticed, and nothing is left.
 
-What came first is told by the stages' own times, on the system-wide monotonic clock: when a stage noticed, and when
-each engine dropped the sequence. The disturbed seeds make replies of half a minute, so that a cancel meets the moment
-it is meant for, and is noticed before the reply's end.
+The stages' own times tell the order, on the system-wide monotonic clock: when a stage noticed, and when each engine
+dropped the sequence. The disturbed seeds make replies of half a minute. So a cancel meets the moment it is meant for,
+and is noticed before the reply's end.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Sessions:
 
 
 def prepared(sessions: Sessions) -> set[str]:
-    """Of those that are being prepared, or wait for that, no engine knows."""
+    """Return the sessions that are being prepared, or wait for that: no engine knows them."""
     return sessions.keys("talker", "message") if sessions.events("thinker", "preparing") else set()
 
 
@@ -81,7 +81,7 @@ def after_thinkers_end(sessions: Sessions) -> set[str]:
 
 @dataclass(frozen=True)
 class Moment:
-    """When clients go away."""
+    """A moment at which clients go away."""
 
     seed: int
     reached: Callable[[Sessions], set[str]]
@@ -89,12 +89,12 @@ class Moment:
     options: dict[str, Any]
     text: str = "hello"
     crowd: int = 0
-    """How many others there are beside."""
+    """Number of other sessions beside it."""
     deadline_s: float = 1.0
-    """Which it outlasts."""
+    """Deadline in seconds, which its reply exceeds."""
     silent: bool = False
-    """Whether nothing is written to the client, which is when Triton sees that an HTTP connection is closed, since the
-    thinker has made nothing that the other engines could have."""
+    """True if nothing is written to the client, since the thinker has made nothing that the other engines could have.
+    Only by a write does Triton see that an HTTP connection is closed."""
 
 
 MOMENTS = {
@@ -219,7 +219,7 @@ def leave(server: Served, moment: Moment, ways: dict[str, Way]) -> None:
 
 
 def first_of(sessions: Sessions, event: str, key: str) -> int:
-    """When any stage first recorded it of a session, on the machine's monotonic clock."""
+    """Return when any stage first recorded the event of a session, in nanoseconds of the machine's monotonic clock."""
     return min(found["ns"] for stage in STAGES for found in sessions.events(stage, event) if found["key"] == key)
 
 

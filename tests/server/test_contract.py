@@ -77,7 +77,7 @@ def stream_events(server: Served, parameters: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def streamed(shared_server: Served) -> Reply:
-    """What every other way in must give as well."""
+    """The reply that every other way in must give as well."""
     return shared_server.ask("streamed", "hello", **GREEDY)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request says of its reply, through a real server: what is shown and spoken, refused, and left alone."""
+"""A request's options for its reply, through a real server: text and speech, refusals, and defaults."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ STREAMS = 16
 BEFORE = "before"
 BACK_WITHIN_S = 300.0
 DEADLINE_S = 10.0
-"""In which a session reaches token2wav."""
+"""Seconds in which a session reaches token2wav."""
 LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}
 """A reply that is still written when the stage is killed."""
 SETTINGS = {
@@ -59,7 +59,7 @@ SETTINGS = {
     "talker": {**TINY["talker"], "max_sessions": STREAMS, "ring": True},
     "token2wav": {**TINY["token2wav"], "ring": True},
 }
-"""As on a GPU, what a stage leaves behind by rings included."""
+"""Rings are on, as on a GPU, so a dead stage leaves rings too."""
 TOGETHER = 8
 SHARED_MEMORY = Path("/dev/shm")
 CONNECTIONS, ROUNDS = 24, 20
@@ -78,7 +78,7 @@ class Crashing:
     """To the request `BEFORE`, when nothing had died."""
 
     def ready(self) -> bool:
-        """What a probe is told that knows Triton's standard endpoint alone."""
+        """Return the answer of Triton's standard endpoint for probes."""
         url = f"http://{self.server.supervisor.http_url}/v2/health/ready"
         with contextlib.suppress(urllib.error.HTTPError):
             return bool(urllib.request.urlopen(url, timeout=NEVER_S).status == 200)
@@ -256,7 +256,7 @@ def test_a_stage_that_stands_still_is_waited_for(crashing: Crashing, stage: Stag
 
 
 def test_a_stage_that_is_asked_tells_where_its_threads_are_and_comes_back(crashing: Crashing) -> None:
-    """As the supervisor asks one that hangs."""
+    """Ask it as the supervisor asks a stage that hangs."""
     server, board = crashing.server, crashing.board
     epoch, length = board.word(EPOCH, "talker"), len(server.log())
     os.kill(board.word(PID, "talker"), STACKS_SIGNAL)
@@ -335,7 +335,7 @@ def assert_equals(server: Served, reply: Reply, request_id: str, expected: Reply
 
 
 def error_of(server: Served, request: Request) -> str:
-    """What a stream ends with; the client of this project would itself wait no longer than to the deadline."""
+    """Return the error that ends a stream; this project's client would itself wait only until the deadline."""
     message = to_grpc(request, MODEL)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -353,7 +353,7 @@ def until_the_end(server: Served, request_id: str, seed: int) -> float:
 
 
 class Ended(Exception):
-    """When a stream ended."""
+    """The end of a stream, with its time."""
 
     def __init__(self, at: float) -> None:
         super().__init__(at)
@@ -385,7 +385,7 @@ def assert_names_the_dead(error: OmniClientError, stage: StageName) -> None:
 
 
 def answered_after_s(connections: list[http.client.HTTPConnection]) -> float:
-    """How long until all of them, asked at one time, have their answers."""
+    """Return the seconds until all of them, asked at one time, have their answers."""
     asked_at = time.monotonic()
     for connection in connections:
         connection.request("GET", "/v2/health/live")
@@ -395,5 +395,5 @@ def answered_after_s(connections: list[http.client.HTTPConnection]) -> float:
 
 
 def omni_figures(server: Served) -> dict[str, float]:
-    """What the stages hold; requests that a dead stage held are Triton's for ever, and not among it."""
+    """Return the figures of what the stages hold, without a dead stage's requests, which Triton keeps for ever."""
     return {name: value for name, value in server.held().items() if name.startswith("omni_")}

@@ -97,7 +97,7 @@ class DirectCaller:
         self.lines[stage].hand(tensors, f"{stage} {self.count}")
 
     def pass_on(self, keeps: Callable[[str, Tensors], bool] = keep_nothing) -> None:
-        """What has come since, as the ensemble would, but for what it keeps."""
+        """Pass on, as the ensemble would, the messages that have come since, except those that `keeps` chooses."""
         for stage, to in NEXT.items():
             given = self.lines[stage].given
             while self.read[stage] < len(given):
@@ -109,7 +109,7 @@ class DirectCaller:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thinker has ended the session, and every message that was passed on is given back."""
+        """True if the thinker has ended the session, and every message that was passed on is given back."""
         ended = sum(len(self.lines[stage].ended) for stage in NEXT.values())
         return bool(self.lines["thinker"].ended) and ended == self.count
 

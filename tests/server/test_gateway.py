@@ -43,7 +43,7 @@ main(parser.parse_args())
 
 @pytest.fixture(scope="module")
 def direct(shared_server: Served) -> Reply:
-    """What the project's own client gets."""
+    """The reply that the project's own client gets."""
     return shared_server.ask("direct", "hello", seed=71, voice="Chelsie", talker={"temperature": 0})
 
 

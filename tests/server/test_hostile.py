@@ -37,12 +37,13 @@ from triton_omni_client.messages import MODEL, UNARY_MODEL
 
 STEADY_ROUNDS = 8
 STEADY_MIB, TRITON_STEADY_MIB = 4.0, 16.0
-"""What a stage and tritonserver may gain in so many rounds of the corpus. In 60 rounds the thinker gained 4 MiB after
-the fifth, the other stages nothing, tritonserver 70, in steps of up to 20 and with drops of 30. With 0.6 MiB a round
-added to the thinker, or 3 to tritonserver, these figures are refused; with nothing added they pass at the 14th."""
+"""Most MiB that a stage and tritonserver may gain in so many rounds of the corpus. In 60 rounds the thinker gained 4
+after the fifth, the other stages nothing, tritonserver 70, in steps of up to 20 and with drops of 30. With 0.6 MiB a
+round added to the thinker, or 3 to tritonserver, these figures are refused; with nothing added they pass at the 14th.
+"""
 ROUNDS = 48
-"""Triton and the C library keep buffers of the largest requests, one a thread that has met one: which thread meets
-which is chance, and the growth ended after 4 to 35 rounds of this corpus."""
+"""Triton and the C library keep buffers of the largest requests, one for each thread that has met one. Chance decides
+which thread meets which: growth ended after 4 to 35 rounds of this corpus."""
 GOOD: Mapping[str, Any] = {"seed": 7, "modalities": ["text"], "thinker": {"max_tokens": 6}}
 
 
@@ -190,7 +191,7 @@ def test_a_tensor_that_lies_harms_nobody(hostile: Hostile, model: str, name: str
 
 
 def infer_error(server: Served, message: Any) -> str:
-    """What Triton says to a message of gRPC, streamed or not."""
+    """Return Triton's error to a message of gRPC, streamed or not."""
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         if message.model_name == MODEL:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does while nobody asks it anything: next to nothing."""
+"""A server does next to nothing while nobody asks it anything."""
 
 from __future__ import annotations
 

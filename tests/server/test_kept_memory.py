@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tritonserver's heap still has in use when nothing is asked any more."""
+"""tritonserver's heap after the last request: the memory that it still uses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from triton_omni.supervisor.native import compiler
 from triton_omni_client import Request, TooLarge
 
 TEXT_BYTES = 2 << 20
-"""Of a request that is refused, which Triton has whole by then."""
+"""Bytes of a request that is refused once Triton has all of it."""
 AT_ONCE, REQUESTS = 8, 32
 FRESH_S = 1.0
-"""Within which the watch looks again and Triton's threads put away what they had, on an idle machine."""
+"""Seconds in which, on an idle machine, the watch looks again and Triton's threads release their memory."""
 
 
 @pytest.fixture(scope="module")

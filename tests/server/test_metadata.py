@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running server tells of itself before anything is asked: voices, limits, rate and checkpoint."""
+"""A running server tells its voices, limits, rate and checkpoint before any request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_omni_client.messages import MODEL, UNARY_MODEL
 
 @pytest.fixture
 def told(server: Served) -> dict[str, ServedModel]:
-    """What the server serves, by name."""
+    """The server's models by name."""
     return {model.name: model for model in server.client.models()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real server tells of itself after requests of every kind: metrics, logs, traces, and the doctor's opinion."""
+"""A real server's metrics, logs, traces and the doctor's opinion after requests of every kind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 40}}
 LONG: dict[str, Any] = {"seed": CRAWLING_THINKER, "thinker": {"min_tokens": 200, "max_tokens": 200}}
 """Half a minute."""
 DEADLINE_S = 10
-"""In which a request has reached every stage."""
+"""Seconds in which a request has reached every stage."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def observed(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         }
         folder = tmp_path_factory.mktemp("observed")
         with serve(folder, tiny_checkpoint, SETTINGS, environment, measured=True, warm_up=True) as server:
-            # What is no gauge of what is held is published once a second, and READY does not wait for that.
+            # Metrics other than gauges of held resources are published once a second; READY does not wait for that.
             wait_for(lambda: any(server.metrics("omni_audio_seconds_total").values()), server.log)
             at_start = server.metrics("omni_")
             ask_everything(server)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As many requests as a server takes, and more: who has a place keeps it, who has none hears so at once."""
+"""A full server, and more requests: a session with a place keeps it, others are refused at once."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from triton_omni_client.reply import ReplyBuilder
 SESSIONS: int = TINY["thinker"]["max_sessions"]
 SHORT = {"modalities": ["text"], "thinker": {"max_tokens": 2}}
 FEW_STEPS = {"solver": "euler", "num_steps": 4}
-"""Of token2wav: a ninth of the work of the shipped plan, where what it says does not matter."""
+"""Options of token2wav with a ninth of the shipped work, for tests in which the sound does not matter."""
 CODES = 150
 SLOW_READERS = 64 if gpu_count() else 12
 """A GPU's stages hand rows and codes over in a pool of device memory, which unread replies must not use up."""
 LONG_PROMPT = "hello " * 80
 """480 tokens, in several steps."""
 REPLY_BYTES = CODES * 480 * 24
-"""Of a reply in JSON, where a sample has up to 24 characters instead of the 4 bytes of FP32."""
+"""Bytes of a reply in JSON, where a sample has up to 24 characters instead of the 4 bytes of FP32."""
 MARGIN_BYTES = 32 << 20
 REFUSED, REFUSED_BYTES = 160, 2 << 20
 NO_MORE_WORK, IDLE_WORK_S = 3.0, 2.0
-"""How many times as much the processors may do for a reply beside others that nobody reads, and what an
-idle server may do besides."""
+"""Largest factor of processor time for a reply beside others that nobody reads, and seconds for an
+idle server besides."""
 
 Ask = Callable[[Served, Request], object]
 

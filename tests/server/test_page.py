@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway's page in a browser, with a real server behind it."""
+"""The gateway's page in a browser, with a real server."""
 
 from __future__ import annotations
 

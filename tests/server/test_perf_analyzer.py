@@ -96,7 +96,7 @@ def check_measurement(perf_analyzer: PerfAnalyzer, asked: Asked, way: str, key: 
 
 
 def check_reply(request: dict[str, Any], replies: dict[int | None, Reply]) -> None:
-    """What it was answered is what the client is answered."""
+    """Check that its answer is the client's answer."""
     expected = replies[json.loads(request["request_inputs"]["sampling_parameters"])["seed"]]
     outputs = request["response_outputs"]
     assert "".join(output["text_output"] for output in outputs) == expected.text

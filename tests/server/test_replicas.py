@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers on one host: apart from each other, behind Envoy with the shipped configuration, and behind a gateway.
+"""Two servers on one host: each alone, through Envoy with the shipped configuration, and through a gateway.
 
 The token2wav of one of them is `deterministic`: a reply's samples are the same to the bit, alone and among others.
 """
@@ -31,7 +31,7 @@ from triton_omni_client import NO_RETRY, OmniClient, Request
 
 ROOT = Path(__file__).parents[2]
 RENEWED_S = 2
-"""How long a client's connection lives behind the test's Envoy; a minute as shipped."""
+"""Seconds that a client's connection to the test's Envoy lives; a minute as shipped."""
 DETERMINISTIC = {**TINY, "token2wav": {**TINY["token2wav"], "deterministic": True}}
 LONG, LONGER = ({"min_tokens": tokens} for tokens in (100, 250))
 """Tokens or codes that take a slow stage at least 4 and 10 seconds."""
@@ -182,12 +182,12 @@ def test_of_what_a_dead_server_had_nothing_else_is_lost(
         wait_for(lambda: open_sessions(servers) == [2, 2], lambda: open_sessions(servers))
         os.kill(dying.supervisor.pid, signal.SIGKILL)
         after = [pool.submit(read, gateway) for _ in range(6)]
-        # Envoy asks again who could not be reached. What had already reached the dying one, which keeps its connections
-        # for as long as its memory is taken apart, is not answered.
+        # Envoy repeats a request that reached no server. A request that had reached the dying server is not answered:
+        # that server keeps its connections until its memory is released.
         wait_for(lambda: dying.supervisor.exit_code is not None, lambda: dying.supervisor.pid)
         wait_for(lambda: of_envoy(admin, "cx_active")[urls[1]] == 0, lambda: of_envoy(admin, "cx_active"))
         after += [pool.submit(read, behind_envoy) for _ in range(6)]
-        # What the dead one had is lost, but a request that it had answered nothing of yet is asked again.
+        # Requests of the dead server are lost, but one without any answer yet is asked again.
         outcomes = [outcome(future) for future in running]
         assert outcomes.count("whole") >= 2
         assert "empty" not in outcomes

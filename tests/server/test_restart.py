@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server that is killed together with its supervisor leaves nothing, and can be started again where it was.
 
-What was started again finishes what it has begun when it is told to stop, takes nothing new, and says so; told twice,
-it stops.
+A server that was started again finishes its replies when it is told to stop, takes nothing new, and says so. Told
+twice, it stops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from triton_omni.supervisor.machine import choose_ports
 from triton_omni_client import ConnectionFailed, Overloaded, Reply, Request
 
 STOP_S = 100.0
-"""Of a stop that waits for no reply: they would have `DRAIN_S`."""
+"""Most seconds of a stop that waits for no reply: replies would have `DRAIN_S`."""
 LATER_S = 1.2
 """After this a second signal is no echo of the first."""
 ASKED = Request(text="hello", seed=7, talker={"temperature": 0}, thinker={"min_tokens": 20, "max_tokens": 20})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Media that a server reads from shared memory: the reply is the same, and nothing is left behind, however it ends."""
+"""Media that a server reads from shared memory: the reply is the same, and nothing is left, however it ends."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def shared_file(size: int) -> Iterator[str]:
 
 
 def register(server: Served, name: str, key: str, size: int, offset: int = 0) -> str:
-    """What the server says of a registration; empty if it was made."""
+    """Register a region; return the server's error, empty if there is none."""
     asked = service_pb2.SystemSharedMemoryRegisterRequest(name=name, key=key, offset=offset, byte_size=size)
     try:
         server.client._stub.SystemSharedMemoryRegister(asked)
@@ -204,7 +204,7 @@ def test_a_file_that_is_registered_twice_closes_no_connection(server: Served, si
 
 
 def is_live(connection: http.client.HTTPConnection) -> bool:
-    """Whether the server answers on this connection, which is opened if it is not."""
+    """Return True if the server answers on this connection, which is opened if need be."""
     opened = connection.sock
     connection.request("GET", "/v2/health/live")
     answer = connection.getresponse()

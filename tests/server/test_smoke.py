@@ -47,7 +47,7 @@ def command(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[subprocess.Popen[
 
 @dataclass(frozen=True)
 class Started:
-    """What the command started, by its READY line and its processes."""
+    """The servers that the command started, by its READY line and its processes."""
 
     openai: str
     grpc: str
@@ -66,12 +66,12 @@ class Started:
         return cls(ready[1], ready[2], f"127.0.0.1:{port}", pids)
 
     def shared_memory(self) -> list[str]:
-        """Of the session ledger and of Triton's stages, by the process ids in their names."""
+        """Return the shared memory of the session ledger and of Triton's stages, by the process ids in the names."""
         found = (re.match(r"triton[-_]omni[-_]\d+-\d+-(\d+)-", path.name) for path in Path("/dev/shm").iterdir())
         return [name.string for name in found if name and int(name[1]) in self.pids]
 
     def check_that_nothing_is_left(self, folder: Path) -> None:
-        """Of its processes, its shared memory, its files and its ports."""
+        """Check its processes, its shared memory, its files and its ports."""
         wait_for(lambda: not any(map(is_running, self.pids)), lambda: self.pids)
         assert (self.shared_memory(), list(folder.iterdir())) == ([], [])
         for address in (self.openai, f"http://{self.grpc}", f"http://{self.http}"):

@@ -21,10 +21,10 @@ CACHING: Settings = {
 }
 PROCESSES = {"tritonserver", UNARY_MODEL, *STAGES}
 SAMPLE_EVERY_S = 0.2
-"""Some ten seconds are left behind the kill: at one sample a second no line would be fitted."""
+"""Some ten seconds are left after the kill: at one sample a second no line would be fitted."""
 GROWTH_MIB = 64
-"""A process's, in the half of the requests behind the kill: caches still fill, by up to 22 MiB in three runs (the
-thinker's). Some eighty requests that keep a megabyte each are found."""
+"""Most growth of a process in the half of the requests after the kill: caches still fill, by up to 22 MiB in three
+runs (the thinker's). Some eighty requests that keep a megabyte each are found."""
 
 
 def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monke
     running, judging, plan, report = (
         importlib.import_module(f"soak.{name}") for name in ("running", "judging", "plan", "report")
     )
-    # How soon anything is depends on what else the machine does.
+    # Times depend on the machine's other work.
     for module, name, limit in (
         (judging, "STOP_S", STOP_S),
         (judging, "_AUDIO_MOMENT_S", STOP_S),
@@ -60,7 +60,7 @@ def test_a_short_soak_finds_nothing(tiny_checkpoint: Path, tmp_path: Path, monke
     assert kill.stage == "token2wav"
     finished = [ended for ended in soaked.ended if ended.outcome == "finished"]
     assert min(ended.ended for ended in finished) < kill.killed
-    # Who asks while the killed stage is loaded is refused; that takes a slow machine a good part of the requests.
+    # Requests are refused while the killed stage loads: on a slow machine a good part of them.
     assert sum(ended.began > kill.back for ended in finished) > REQUESTS / 10
     written = report.write(soaked, tmp_path / "out")
     assert [path.name for path in written] == ["soak.json", "soak.png"]

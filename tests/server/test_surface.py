@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client can reach of a server besides asking the model: each by gRPC and by HTTP.
+"""A server's endpoints besides those that ask the model: each by gRPC and by HTTP.
 
 This server lets clients share memory; one as it is shipped does not, see `test_bounds.py`.
 """
@@ -27,7 +27,7 @@ from triton_omni_client import Request
 from triton_omni_client.protocol import to_grpc
 
 DEADLINE_S = 500.0
-"""Of direct calls: on a slow machine, too, the thinker has long turned them away by then."""
+"""Deadline of direct calls in seconds: even on a slow machine the thinker has refused them long before."""
 LISTENS = "0A"
 """The state of a socket, in /proc/net."""
 Stub = service_pb2_grpc.GRPCInferenceServiceStub
@@ -116,7 +116,7 @@ def test_one_that_asks_it_for_what_the_ensemble_asks_is_turned_away_in_the_end(s
 
 
 def called_by_grpc(server: Served, *outputs: str) -> str:
-    """What the thinker answers to a request for these outputs, or for all."""
+    """Return the thinker's answer to a request for these outputs, or for all."""
     message = to_grpc(Request(text="hello", seed=1, request_id="called by gRPC", timeout=DEADLINE_S), "thinker")
     for name in outputs:
         message.outputs.add(name=name)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(gpu_count() == 1, reason="two processes share ou
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where torch keeps what it compiles, empty at the start."""
+    """Folder in which torch keeps compiled code, empty at the start."""
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -82,7 +82,7 @@ def test_replies_are_hf_s(split: Served, hf: HfReference) -> None:
 
 
 def test_no_request_waits_for_a_compiler(split: Served, compiled: Path) -> None:
-    """Where nothing was compiled before, as on a fresh machine, that takes a busy one longer than a reply may."""
+    """Without compiled code, as on a fresh machine, compiling takes a busy machine longer than a reply may take."""
     split.ask("split: compiles nothing", "hello", seed=3)
     assert not list(compiled.iterdir())
 

@@ -31,7 +31,7 @@ SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Chelsie", "format
 
 @pytest.fixture(scope="module")
 def direct(shared_server: Served) -> Reply:
-    """What the project's own client gets, spoken."""
+    """The spoken reply that the project's own client gets."""
     return shared_server.ask("tools: direct", "hello", seed=71, **ONE)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Triton gives no error for what a dead process held, the server ends at once and is started again where it was.
+"""If Triton gives no error for a dead process's requests, the server ends at once and starts again on its ports.
 
-So it is on newer Tritons after each death, which is chosen here. On every Triton it is so where the unary model had
+Newer Tritons need this after each death, so these tests choose it. Every Triton needs it if the unary model had
 requests, or all stages died.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gateway before a fake Triton server, for whichever test asks for one.
 
-It also keeps the ledgers of unit tests out of /dev/shm, since a run that is killed leaves nothing on the machine, and
-what a stage sets for its process to its own test.
+It also keeps the ledgers of unit tests out of /dev/shm, so that a killed run leaves nothing on the machine. Settings
+that a stage makes for its process last for its own test alone.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def test_an_engine_that_cannot_be_closed_loses_no_answer():
     assert calls == ["ledger closed"]
 
 
-# Real stages behind the adapter.
+# The adapter with real stages.
 
 
 @pytest.fixture

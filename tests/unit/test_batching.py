@@ -82,7 +82,7 @@ def test_attention_over_a_ragged_batch_equals_its_definition_on_each_window(
 @pytest.mark.parametrize("attention", [block_attention, plain_attention])
 @pytest.mark.parametrize("reach", [reach for reach in REACHES if reach[0]])
 def test_attention_sees_the_block_that_an_earlier_window_left(attention: Attention, reach: tuple[int, int]) -> None:
-    """As if the block were the window's own first one, of which nothing is asked."""
+    """The window gets the same result as if the block were its own first one, without queries."""
     windows = [some_windows(HEADS * DIM, seed) for seed in range(3)]
     layout = block_layout(LENGTHS, BLOCK, CPU)
     key, value = torch.randn(2, layout.num_blocks, BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(9))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark makes of the server's histograms of hops."""
+"""The benchmark's figures from the server's histograms of hops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark writes: JSON, tables, plots; and that the document names every key of the JSON."""
+"""The benchmark's output: JSON, tables, plots. The document names every key of the JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark sees of the server's machine, and what it says where it sees nothing."""
+"""The benchmark's figures of the server's machine, and its message if it sees none."""
 
 from __future__ import annotations
 

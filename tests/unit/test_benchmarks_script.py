@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script behind docs/benchmarks.md, with a recorder in the place of what it runs; photos and sounds are made."""
+"""The script of docs/benchmarks.md, with a recorder in place of its programs; photos and sounds are made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for word; do case $word in random:3b) exit 1 ;; esac; done
 
 
 class Recorded:
-    """What the script runs."""
+    """Programs that the script runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.python = folder, folder / "log", folder / "python"
@@ -102,7 +102,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
 
 
 def loads(variants: Any, parameters: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """As `scripts/compare` puts them together."""
+    """Yield the loads as `scripts/compare` combines them."""
     for variant in map(variants.parse_variant, parameters["variant"]):
         for load in map(variants.parse_load, parameters["load"] or ["all"]):
             yield load.beside(parameters["options"], variant.options).options

@@ -41,7 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(process: str, library: Path, *arguments: str, preload: str = "") -> str:
-    """What a Python of this name prints."""
+    """Return the output of a Python process of this name."""
     environment = {**os.environ, "LD_PRELOAD": preload or str(library)}
     command = [process, "-c", *arguments]
     done = subprocess.run(command, executable=sys.executable, env=environment, check=True, capture_output=True)

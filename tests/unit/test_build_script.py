@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `build.sh` decides before it installs anything."""
+"""Decisions of `build.sh` before it installs anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the cache lies: with the repository, or with the user who installed the code."""
+"""The cache lies with the repository, or with the user who installed the code."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_in_a_repository_it_lies_there() -> None:
 
 
 def test_without_a_repository_around_the_code_it_is_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the container, whose code is on a read-only file system."""
+    """The container has its code on a read-only file system."""
     installed = tmp_path / "lib" / "python" / "site-packages" / "triton_omni" / "cache_folder.py"
     monkeypatch.setattr(module, "__file__", str(installed))
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")

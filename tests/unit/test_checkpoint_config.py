@@ -16,7 +16,7 @@ from triton_omni.checkpoint.facts import TalkerSampling
 from triton_omni.checkpoint.synthetic_config import omni_config
 from triton_omni.core.settings import Token2WavSettings
 
-# As the 7B checkpoint is published (transformers 4.5x): rope_scaling, and the DiT's old names.
+# The configuration of the published 7B checkpoint (transformers 4.5x): rope_scaling, and the DiT's old names.
 PUBLISHED: dict[str, Any] = {
     "model_type": "qwen2_5_omni",
     "enable_talker": True,

@@ -107,7 +107,7 @@ def test_processes_that_ask_at_once_get_one_whole_checkpoint(
     path = tmp_path / "cache" / "tiny"
     for name, value in UNMEASURED.items():
         monkeypatch.setenv(name, value)
-    # Of a new interpreter, which imports for both: a fork of this one could inherit a lock of torch's thread pool.
+    # A new interpreter imports for both: a fork of this one could inherit a lock of torch's thread pool.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([synthetic.__name__, "reference.hf"])
     workers = [context.Process(target=ensure_checkpoint, kwargs={"path": path}) for _ in range(2)]

@@ -25,7 +25,7 @@ CLIENT = Path(__file__).parents[2] / "client"
 
 
 def script() -> str:
-    """What the console script does."""
+    """Return a program that does what the console script does."""
     project = tomllib.loads((CLIENT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, name = project["scripts"]["triton-omni"].partition(":")
     return f"from {module} import {name}; {name}()"

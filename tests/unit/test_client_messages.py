@@ -245,7 +245,7 @@ def test_times_are_those_of_the_first_text_and_the_first_audio() -> None:
 def test_a_reply_without_speech_has_no_real_time_factor_and_saves_an_empty_file(tmp_path: Path) -> None:
     builder = ReplyBuilder()
     builder.add(TextDelta("a"))
-    # As a whole reply has it that was to be text alone.
+    # A whole reply of text alone has such an empty part.
     builder.add(AudioDelta(np.zeros(0, np.float32)))
     reply = builder.reply()
     assert (reply.timings.real_time_factor, reply.timings.first_audio, len(reply.audio)) == (None, None, 0)

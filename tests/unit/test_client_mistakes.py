@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do wrong at the command line and in Python: told at once, by name, with what would be right."""
+"""Users' mistakes at the command line and in Python: a message at once names the mistake and the cure."""
 
 from __future__ import annotations
 

@@ -52,11 +52,11 @@ def run(*arguments: str | Path, url: str, stdin: bytes | None = None) -> Result:
 
 
 def refused(result: Result, says: str) -> bool:
-    """Whether it was refused as wrong usage with these words."""
+    """Return True if it was refused as wrong usage with these words."""
     return result.exit_code == 2 and unframed(says) in unframed(result.stderr)
 
 
-# Which commands have which.
+# Options by command.
 
 
 def names_of(command: str) -> set[str]:
@@ -194,7 +194,7 @@ def test_a_picture_is_no_video_whose_sound_could_be_heard(server: FakeTriton, tm
     assert run("ask", "What?", tmp_path / "a.png", film, "--video-sound", url=server.url).exit_code == 0
 
 
-# What is typed as text.
+# Typed text.
 
 
 @pytest.mark.parametrize("command", ["say", "ask"])
@@ -213,7 +213,7 @@ def test_stdin_that_is_no_text_is_told_with_its_place(server: FakeTriton, stdin:
 
 @pytest.mark.parametrize("arguments", [["say", "a\udcff"], ["ask", "a\udcff"], ["ask", "hi", "--system", "\udcff"]])
 def test_a_text_that_is_no_unicode_is_wrong_usage(server: FakeTriton, arguments: list[str]) -> None:
-    """As the command line has what is not in UTF-8."""
+    """The command line decodes bytes that are no UTF-8 to such characters."""
     assert refused(run(*arguments, url=server.url), "not valid Unicode text")
     assert server.requests == []
 

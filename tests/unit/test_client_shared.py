@@ -47,7 +47,7 @@ def files() -> list[Path]:
 class SharingTriton(FakeTriton):
     """Keeps the contents of what is registered; `holds` it against so many calls to let go of it, or while called.
 
-    Where `holds_on` it does so until a test says otherwise.
+    With `holds_on` it does so until a test says otherwise.
     """
 
     refusal: str = ""
@@ -125,7 +125,7 @@ def client(triton: SharingTriton, request: pytest.FixtureRequest) -> Iterator[Cl
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    """Whether that is so before long: the asyncio client shares on threads."""
+    """Return True if the condition holds before long: the asyncio client shares on threads."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says reaches a terminal in printable characters alone: no escape moves the cursor or hides a text."""
+"""A server's text reaches a terminal in printable characters alone: no escape moves the cursor or hides a text."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_errors_keep_their_code_and_message(
 
 
 def silence(seconds: int) -> bytes:
-    """As costly as a second of sound can be, in 2 KB a second."""
+    """Return the most costly sound to decode, in 2 KB a second."""
     out = io.BytesIO()
     with soundfile.SoundFile(out, "w", 192_000, 8, "PCM_16", format="FLAC") as file:
         for _ in range(seconds):
@@ -216,7 +216,7 @@ def test_a_hostile_file_stays_within_its_budget_beside_another_request(hurried: 
 
 
 class TestProcess:
-    """What ends a call, and what is left."""
+    """The end of a call, and its leftovers."""
 
     def test_it_runs_call_after_call(self, process: KillableProcess) -> None:
         for number in range(3):
@@ -350,7 +350,7 @@ def test_nothing_outlives_the_process_that_began_it(number: signal.Signals) -> N
 
 
 class Foreign:
-    """What no decoder answers: building it would run a command."""
+    """An object that no decoder returns: unpickling it would run a command."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("exit 1",)

@@ -76,7 +76,7 @@ ENVOY = manifest("Deployment", "triton-omni-envoy")
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> server_options.ServerConfig:
-    """What the server makes of its manifest."""
+    """The server's options by its manifest."""
     for variable in container(SERVER)["env"]:
         monkeypatch.setenv(variable["name"], variable["value"])
     return server_options.parse_options(["--model-repository", "x", *container(SERVER)["args"]])
@@ -84,7 +84,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> server_options.ServerConfig:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
-    """What the gateway makes of its manifest."""
+    """The gateway's options by its manifest."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     return parse_command([part.replace("=/keys/keys", f"={keys}") for part in container(GATEWAY)["args"]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device and dtype a setting means, on machines with and without a GPU."""
+"""Device and dtype by the settings, on machines with and without a GPU."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A direct caller of the thinker is one whom a running talker does not hear of for long; nobody else is."""
+"""Callers of the thinker: one is a direct caller only if a running talker hears nothing of its session for long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND = 1_000_000_000
 
 @dataclass
 class Ledger:
-    """What the talker has said."""
+    """The talker's words in the ledger."""
 
     reached: bool = False
     silent: float = 0.01

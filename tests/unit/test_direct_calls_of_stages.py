@@ -34,7 +34,7 @@ DEADLINE_S = 0.5
 
 
 class Taken:
-    """What one stage gives to a client that called it."""
+    """Answers of one stage to a client that called it."""
 
     def __init__(self):
         self.given, self.error, self.ended = [], None, threading.Event()
@@ -115,7 +115,7 @@ class DirectCaller:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """What is waited for beyond a deadline takes tenths of a second."""
+    """Waits after a deadline last tenths of a second."""
     let_stages_wait(monkeypatch, 0.1)
 
 
@@ -166,7 +166,7 @@ def forge(to, key, opening, seal, fields):
 @pytest.mark.parametrize("name", FORGED)
 @pytest.mark.parametrize("to", LINKS)
 def test_a_forged_message_of_an_open_session_changes_nothing(to, name, secret):
-    """Who writes it knows all of the session but the secret."""
+    """The forger knows all of the session but the secret."""
     with pipeline(thinker=FakeThinkerEngine(length=10)) as p:
         thinker, go = p.engines[0], threading.Event()
         thinker.paused = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents say is what the repository has: links, paths, settings, contract, error codes, request keys."""
+"""The documents agree with the repository: links, paths, settings, contract, error codes, request keys, sizes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def table(text: str, header: str) -> dict[str, list[str]]:
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link to a heading of it may have behind its `#`."""
+    """Return the names by which links lead to the headings of a document."""
     titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -185,3 +185,37 @@ def test_using_names_every_way_to_ask() -> None:
 
 def test_documents_speak_of_the_block_the_code_uses() -> None:
     assert f"a *block* is {settings.FRAMES_PER_BLOCK} frames" in section("Vocabulary")
+
+
+def test_documents_stay_short() -> None:
+    documents = [README, *(ROOT / "docs").glob("*.md")]
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in documents}
+    assert words["architecture.md"] <= 4_000
+    assert sum(words.values()) <= 25_000
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_every_chapter_of_the_architecture_has_a_drawing() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    chapters = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert [chapter.splitlines()[0] for chapter in chapters if "\n```" not in chapter] == []
+
+
+@pytest.mark.parametrize(
+    ("title", "last", "most"),
+    [("Where a reply row is", "talker/engine.py", 8), ("Where a code and its audio are", "token2wav/engine.py", 7)],
+)
+def test_walks_count_the_files_from_engine_to_engine(title: str, last: str, most: int) -> None:
+    text = section(title)
+    cells = [re.sub(r"\(with .*?\)", "", files) for _place, files in table(text, "moment").values()]
+    passed = [file for cell in cells for file in re.findall(r"`([\w/]+\.py)`", cell)]
+    (end,) = [number for number, file in enumerate(passed, start=1) if file.endswith(last)]
+    (told,) = re.findall(r"passes (\d+) files from engine to engine", text)
+    assert int(told) == end <= most
+
+
+def test_first_lines_of_the_readme_tell_the_memory_of_a_gpu() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    totals = [cell.strip("* ") for cell in table("\n".join(lines), "GiB")["**together**"]]
+    (told,) = [line for line in lines[:40] if line.startswith("[GPU memory]")]
+    assert re.findall(r"\d+\.\d", told) == totals

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server comes to its end, with sessions that end when the test says so."""
+"""The end of a server, with sessions that end when the test says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG_S = 6000.0
 
 
 class Sessions:
-    """As many as each look is to find, the last number for ever."""
+    """Numbers of open sessions, one for each look; the last one stays."""
 
     def __init__(self, *open_sessions: int) -> None:
         self.found = list(open_sessions)

@@ -64,7 +64,7 @@ def make_first(made, path):
 
 
 def by_nobody(act, *given):
-    """What `act` returns, or the number of the system's error, in a process of another user."""
+    """Run `act` in a process of another user; return its result, or the number of the system's error."""
     results = SERVER.SimpleQueue()
     process = SERVER.Process(target=_as_nobody, args=(results, server_folder._SHARED_MEMORY, act, given))
     process.start()

@@ -60,7 +60,7 @@ def told(row: list[str]) -> tuple[str, list[str], list[Path]]:
 
 
 def differs(row: list[str]) -> str | None:
-    """What a row tells otherwise than its runs; None where they agree."""
+    """Return how a row differs from its runs; None if they agree."""
     key, (median, least, greatest, count), paths = told(row)
     figures = [read(path).figures[key] for path in paths]
     values = [value for figure in figures for value in figure.values]
@@ -139,7 +139,7 @@ def cells(title: str) -> list[str]:
 
 
 def shown(cell: str, values: list[float]) -> bool:
-    """Whether a cell tells the median of values, in its own unit and precision."""
+    """Return True if a cell tells the median of values, in its own unit and precision."""
     number, _, unit = cell.replace(",", "").partition(" ")
     median = statistics.median(values) / (1000 if unit == "s" else 1)
     return number == f"{median:.{-int(Decimal(number).as_tuple().exponent)}f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a killed supervisor leaves is ended by its guard; what one that ends in order leaves is left alone."""
+"""The guard ends everything that a killed supervisor leaves, and nothing after an orderly end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Guarded:
     folder: Path
 
     def is_left(self) -> list[bool]:
-        """Of its server, the server's stage, shared memory and folder, which are there."""
+        """Return which of these are there: its server, the server's stage, shared memory, folder."""
         return [is_running(self.server), is_running(self.stage), self.region.exists(), self.folder.exists()]
 
 

@@ -26,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str) -> int:
-    """Page faults of five arrays of 40 MB, one after another, behind a first one."""
+    """Page faults of five arrays of 40 MB, one after another, after a first one."""
     found = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
     return int(found.stdout)
 

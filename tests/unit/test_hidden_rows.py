@@ -286,7 +286,7 @@ def test_rows_of_tokens_that_a_stop_string_may_take_wait() -> None:
         cut.count_token(length)
         rows += given(release)
         release.held.append(piece(2 + token, 3 + token))
-    # Of four characters the last two may begin a stop string.
+    # The last two of four characters may begin a stop string.
     assert rows == [0, 1, 2, 3]
     cut.close(3)
     assert given(release) == [4]

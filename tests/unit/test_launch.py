@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model starts from its folder: what Triton is told, what stops the load, what the stages agree on."""
+"""A model's start from its folder: its messages to Triton, refusals to load, agreement between the stages."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ WAIT_S = 30.0
 
 
 class Config:
-    """What Triton gives to complete."""
+    """The configuration that Triton gives to complete."""
 
     def __init__(self):
         self.inputs, self.outputs = [], []
@@ -120,7 +120,7 @@ def test_a_folder_without_settings_is_refused(tmp_path, complete):
         complete(Config(), tmp_path)
 
 
-# What vLLM reads when it is imported.
+# Variables that vLLM reads when it is imported.
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_folder_without_a_checkpoint_is_refused(monkeypatch, tmp_path, folder,
     assert list(shared_memory.iterdir()) == []
 
 
-# What the stages agree on.
+# Agreement between the stages.
 
 
 def test_facts_are_the_checkpoints_fingerprint_and_the_links_dtype_and_size(omni_model, machine):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session ledger over shared memory: generations, credits, cancellation, agreement, files that stay behind."""
+"""The session ledger over shared memory: generations, credits, cancellation, agreement, files that stay."""
 
 import contextlib
 import itertools

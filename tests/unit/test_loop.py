@@ -117,7 +117,7 @@ def test_a_flood_of_commands_does_not_starve_the_engine(run):
 
 
 def at_slow_commands(loop, count, look):
-    """What `look` says at each of `count` commands that were posted at once and take long together."""
+    """Return the results of `look` at each of `count` commands that were posted at once and take long together."""
     seen = []
 
     def command():
@@ -199,7 +199,7 @@ def test_a_fault_that_stays_does_not_spin(run):
     begin = time.monotonic()
     run(driven)
     wait_for(lambda: len(driven.failures) >= 5)
-    # It rests behind each of the first four.
+    # It rests after each of the first four.
     assert time.monotonic() - begin >= 4 * IDLE_POLL_S
 
 
@@ -251,7 +251,7 @@ def test_a_loop_that_is_woken_polls_at_once_and_once(run, rarely_polling):
 
 
 def test_who_wakes_a_loop_during_its_poll_has_it_poll_again(run, rarely_polling):
-    """What it looked for may have come behind the look."""
+    """The thing that it looked for may have come after the look."""
     polling, goes_on = threading.Event(), threading.Event()
     poll = rarely_polling.poll
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a session whose stage died: the other stages answer its client, keep nothing, and go on."""
+"""Sessions whose stage died: the other stages answer the client, keep nothing, and go on."""
 
 import contextlib
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine offers: the environment that tritonserver and its stages are given, and ports."""
+"""The machine: the environment of tritonserver and its stages, and ports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When media go through their encoders again, and when an error is left; by a stand-in for vLLM's runner."""
+"""Media that go through their encoders again, and errors that are left; by a stand-in for vLLM's runner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step:
 
 
 class Vllm:
-    """As much of vLLM's runner as the mixin knows; requests have a medium of the size of their name."""
+    """The part of vLLM's runner that the mixin knows; requests have a medium of the size of their name."""
 
     dtype, device, inputs_embeds_size = torch.float32, torch.device("cpu"), HIDDEN
 

@@ -23,7 +23,7 @@ from triton_omni.supervisor.serve import Supervisor, main
 from waiting import IN_TIME_S, wait_for
 
 # Speaks as nvidia-cuda-mps-control does: `-f` is the daemon, without arguments it hands one command to the daemon of
-# its CUDA_MPS_PIPE_DIRECTORY. What happened is appended to the file in MPS_RECORD.
+# its CUDA_MPS_PIPE_DIRECTORY. Each event is appended to the file in MPS_RECORD.
 CONTROL = """#!/bin/sh
 pipe=$CUDA_MPS_PIPE_DIRECTORY
 if [ "$1" = -f ]; then
@@ -47,7 +47,7 @@ read -r command
 [ "$command" != quit ] || { echo quit >>"$MPS_RECORD"; : >"$pipe/quit"; }
 """
 
-# As much of tritonserver as its supervisor needs; it keeps its MPS variables, and says when it ends in order.
+# The part of tritonserver that its supervisor needs; it keeps its MPS variables, and says when it ends in order.
 SERVER = """#!{python}
 import http.server, json, os, signal, sys, threading
 flags = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
@@ -73,7 +73,7 @@ listen("http").serve_forever()
 
 
 class Record:
-    """What the stand-ins did."""
+    """Actions of the stand-ins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Record:
         return [line.split()[0] for line in self._lines()]
 
     def of(self, event: str) -> str:
-        """What was told with the event."""
+        """Return the text of the event."""
         return next(line for line in self._lines() if line.split()[0] == event).partition(" ")[2]
 
     def daemon(self) -> int:
@@ -267,7 +267,7 @@ def test_the_daemon_quits_when_the_server_cannot_be_run(record: Record, config: 
 
 @pytest.fixture
 def arguments(config: ServerConfig, tiny_checkpoint: Path) -> list[str]:
-    """Of the command, for any free ports."""
+    """The command's arguments, for any free ports."""
     ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
     return [f"--model-repository={config.model_repository}", f"--model={tiny_checkpoint}", *ports]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU's libraries are told; whether they keep to it is tested where there is one."""
+"""Settings of a GPU's libraries; tests on a GPU show that the libraries keep to them."""
 
 from __future__ import annotations
 

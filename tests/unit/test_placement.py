@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which GPU each stage runs: what may be said, and what is refused."""
+"""The GPU of each stage: placements that are allowed, and those that are refused."""
 
 from __future__ import annotations
 

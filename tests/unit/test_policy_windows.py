@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which windows share a batch, which go before one that is being launched, and when token2wav claims the GPU."""
+"""Windows that share a batch, windows that go before one that is being launched, and claims of the GPU."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from triton_omni.request.media.video import decode_video, resize_frame
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "qwen_omni_utils.json").read_text(encoding="utf-8"))
 LIMITS, SIZES = RequestLimits(), VisionSizes()
 COLOUR = 1.5
-"""Of 255, in a mean over a quarter of a picture: what two builds of a decoder may differ in."""
+"""Largest difference of two builds of a decoder, of 255, in a mean over a quarter of a picture."""
 ENCODERS_DB = 45
 """FFmpeg's encoders of sound give other bits on other processors; a sample's shift would be 15 dB."""
 
@@ -62,7 +62,7 @@ def resized(height: int, width: int, pixels: PixelRange) -> list[int] | None:
 
 
 def decibels(expected: np.ndarray, found: np.ndarray) -> float:
-    """How far what is expected is above the difference."""
+    """Return the ratio in dB of the expected sound to the difference."""
     return float(10 * np.log10(np.mean(expected**2) / (np.mean((found - expected) ** 2) + 1e-20)))
 
 

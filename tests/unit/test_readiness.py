@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of readiness, with a stand-in for Triton's two calls."""
+"""Readiness, with a stand-in for Triton's two calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Triton:
         self.calls.append(("unload", model))
 
     def loads(self) -> list[bool]:
-        """Whether each load was of a model that can be loaded."""
+        """Return for each load whether its model can be loaded."""
         return ["python" in config for call, config in self.calls if call == "load"]
 
 

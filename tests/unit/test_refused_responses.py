@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton does not take from a stage (its memory is full, say) ends the session with an error at its client, in the
-protocol's order; no stream ends as if it were whole.
+"""A response that Triton refuses, for want of memory perhaps, ends the session with an error at its client, in the
+protocol's order. No stream ends as if it were whole.
 """
 
 import logging
@@ -245,7 +245,7 @@ def test_a_session_is_left_to_later_stages_that_stand_still_for_long(monkeypatch
 
 @pytest.mark.parametrize("stage", ["talker", "token2wav"])
 def test_a_stage_says_how_much_it_sent_before_it_gives_its_own_request_back(stage, monkeypatch):
-    """Who sees all given back that it sent may then ask whether that stage's messages are, too."""
+    """A stage that sees all its messages given back may then ask about those of that stage."""
     with pipeline() as p:
         ledger = getattr(p, stage)._ledger
         said = []

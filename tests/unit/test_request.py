@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may hold, and that everything else is refused by name."""
+"""Contents of a request: the allowed ones are taken, all others are refused by name."""
 
 from __future__ import annotations
 

@@ -37,21 +37,21 @@ class Server:
     silent: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
-    """Whose requests nobody else could end."""
+    """Models with requests that nobody else could end."""
     ended: int = 0
-    """How often the whole server was ended."""
+    """Number of times that the whole server was ended."""
     faults: int = 0
     """Failed loads that were counted."""
     told_ready: list[bool] = field(default_factory=list)
-    """What the restarter says of readiness, each change once."""
+    """Readiness as the restarter tells it, each change once."""
     refusals: list[str] = field(default_factory=list)
     """Why the next loads fail."""
     unload_refusal: str = ""
     """Why unloads fail; empty = they do not."""
     dying: bool = False
-    """Whether a stage dies as soon as it was loaded."""
+    """True if a stage dies as soon as it was loaded."""
     leaves: bool = True
-    """Whether a stage that lives ends when it is unloaded."""
+    """True if a stage that lives ends when it is unloaded."""
     loading: threading.Event = field(default_factory=threading.Event)
     may_load: threading.Event = field(default_factory=threading.Event)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -66,7 +66,7 @@ class Server:
     def kill(self, stage: str) -> None:
         self.processes[stage].kill()
 
-    # What the restarter sees.
+    # The restarter's view.
 
     def word(self, declared: Field, model: StageName) -> int:
         assert declared is PID
@@ -244,7 +244,7 @@ def test_the_unary_model_is_started_again_alone_unless_it_had_requests(server: S
 
 
 def test_a_death_is_told_in_the_moment_in_which_it_happens(server: Server) -> None:
-    """What another stage ends before it has heard of it, no one ends for the client."""
+    """If another stage ended a session before it hears of the death, nobody would answer the client."""
     with watching(server, replace(QUICK, look_every_s=FOREVER_S)):
         time.sleep(0.1)
         server.kill("talker")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on a link: credits, sizes, interval, wanted items; everything leaves once, in order, last comes last."""
+"""Items that wait on a link: credits, sizes, interval, wanted items; each leaves once, in order, the last one last."""
 
 import itertools
 from types import SimpleNamespace

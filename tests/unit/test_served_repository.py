@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the public models' configurations tell of checkpoint and settings, and the repository that tells it."""
+"""The public models' configurations describe checkpoint and settings; the repository that holds them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator is told when a server ends: the true cause out of logs as tritonserver and its stages write them."""
+"""Messages to an operator when a server ends: the true cause, from logs as tritonserver and its stages write them."""
 
 from __future__ import annotations
 

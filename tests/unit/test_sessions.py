@@ -32,7 +32,7 @@ from waiting import FOREVER_S, IN_TIME_S, wait_for
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])
 def way(request, monkeypatch):
-    """How the reply's rows, and codes, get from one stage to the next."""
+    """The carrier of the reply's rows and codes from one stage to the next."""
     monkeypatch.setattr(session_rig, "BY_RING", request.param == "ring")
     let_stages_wait(monkeypatch)
     return request.param
@@ -91,7 +91,7 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
 
 
 def doings(stage):
-    """What a stage's loop has spent time on."""
+    """Return the activities that a stage's loop has spent time on."""
     return {metric.labels["doing"] for metric in stage.metrics() if metric.name == "omni_loop_seconds_total"}
 
 
@@ -869,7 +869,7 @@ def test_text_leaves_while_a_step_of_token2wav_runs():
 
 
 def relayed(*messages):
-    """What a relay answered of messages with these sequence numbers and texts."""
+    """Return a relay's answers to messages with these sequence numbers and texts."""
     sender = RecordingSender()
     relay = TextRelay(sender, lambda: None)
     for sequence, text in messages:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SMOKE = Path(__file__).parents[2] / "deploy" / "smoke.sh"
-# A container that is ready but for two looks after a stage of it was killed. What goes wrong, its environment says.
+# A container that is ready except for two looks after a stage of it was killed. Its environment names the faults.
 DOCKER = """#!/usr/bin/env bash
 state=$(dirname "$0")
 echo "$*" >>"$state/calls"

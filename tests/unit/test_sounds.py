@@ -35,12 +35,12 @@ def heard(data: bytes) -> np.ndarray:
 
 
 def written(rate: int, seconds: float = SECONDS) -> np.ndarray:
-    """What `encoded_sound` encodes, at 16 kHz."""
+    """Return the samples that `encoded_sound` encodes, at 16 kHz."""
     return np.asarray(soxr.resample(samples.sweep(seconds, rate), rate, 16000))
 
 
 def decibels(expected: np.ndarray, found: np.ndarray) -> float:
-    """How far what is expected is above the difference, in the worst second; a shift by one sample makes it 15 dB."""
+    """Return the decibels of the expected sound over the difference, in the worst second; a sample's shift gives 15."""
     many = min(len(expected), len(found)) // 16000
     pairs = zip(np.split(expected[: many * 16000], many), np.split(found[: many * 16000], many), strict=True)
     return min(float(10 * np.log10(np.mean(a**2) / (np.mean((a - b) ** 2) + 1e-12))) for a, b in pairs)
@@ -69,7 +69,7 @@ def vorbis(rate: int = 44100, seconds: float = SECONDS) -> bytes:
 
 
 WHOLE: dict[str, tuple[Callable[[], bytes], int, int, int, float]] = {
-    # What writes it, its rate, samples at 16 kHz, how many of them the encoder put before the sound, decibels.
+    # Writer, rate, samples at 16 kHz, number of those that the encoder put before the sound, decibels.
     "wav": (lambda: made("wav", "pcm_s24le"), 44100, 96000, 0, 95),
     "mp3 vbr": (lambda: mp3(bit_rate=None, options={"q:a": "4"}), 44100, 96000, 0, 24),
     "mp3 abr": (lambda: mp3(options={"abr": "1"}), 44100, 96000, 0, 24),
@@ -112,7 +112,7 @@ def test_a_phones_recording_is_heard(codec: str, rate: int) -> None:
 
 
 class TestHeadersThatLie:
-    """Of lengths: what there is counts."""
+    """A header with a wrong length: the samples that are there count."""
 
     @pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0xFFFFFFF0, 0x7FFFFFFF])
     def test_of_a_wav(self, size: int) -> None:
@@ -208,7 +208,7 @@ def test_what_is_left_of_a_damaged_sound_is_heard(name: str) -> None:
     whole, found = heard(data), heard(with_noise(data, 0.5, 0.6))
     assert 0.7 * len(whole) < len(found) < len(whole)
     np.testing.assert_allclose(found[:16000], whole[:16000], atol=1e-5)
-    # What follows the damage may be shifted by a part of a sample, and end a frame earlier or later.
+    # Sound after the damage may be shifted by a part of a sample, and end a frame earlier or later.
     end = found[-9000:-3000]
     place = int(np.argmax(np.correlate(whole[-14000:], end)))
     assert abs(place - 5000) < 200
@@ -260,7 +260,7 @@ class TestContainers:
 
 
 def audio_packets(data: bytes) -> list[tuple[int, int]]:
-    """Where they lie in a file, and their sizes."""
+    """Return the packets' places in a file, and their sizes."""
     with av.open(io.BytesIO(data)) as source:
         return [(packet.pos, packet.size) for packet in source.demux(audio=0) if packet.pos is not None]
 
@@ -293,7 +293,7 @@ def _sound_of(data: bytes) -> np.ndarray:
 
 
 def test_a_long_wav_is_opened_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read to open a file is read again to decode it."""
+    """Decoding reads the bytes again that were read to open the file."""
     read: list[int] = []
 
     class Watched(io.BytesIO):

@@ -63,7 +63,7 @@ print(json.dumps([result, ctypes.get_errno(), time.monotonic() - begin]))
 if stage_is == "alive":
     end(stage, 0)
 """
-# What a lock gives whose owner has died, and if that is nothing, what it gives the next time.
+# The result of a lock whose owner has died, and if that is 0, its result the next time.
 DEAD_OWNER = """
 #include <pthread.h>
 #include <sys/mman.h>
@@ -182,7 +182,7 @@ def test_nobody_waits_once_a_child_has_ended(library: Path) -> None:
 
 @pytest.mark.parametrize("stage_is", ["dying", "dying and collected", "collected"])
 def test_nobody_waits_for_a_stage_that_has_ended(library: Path, stage_is: str) -> None:
-    """Whether or not its end was asked for meanwhile or before, after which it is no child any more."""
+    """This holds if its end was asked for meanwhile, or before, after which it is no child any more."""
     result, errno, _ = wait(library, "tritonserver", starts=1, stage_is=stage_is)
     assert (result, errno) == (-1, 110)
 

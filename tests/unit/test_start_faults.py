@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong at a start is told in one sentence that names what it is about, before anything is started."""
+"""Faults at a start: one sentence names the fault and its object, before anything is started."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def file_of(checkpoint: Path, tensor: str) -> Path:
 
 
 def refusal(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of a checkpoint, its only line."""
+    """Return the command's only line about a checkpoint."""
     assert main(["--model-repository", str(ROOT / "model_repository"), "--model", str(checkpoint)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -192,7 +192,7 @@ except ServerError as error:
 
 
 def test_a_file_system_that_takes_not_a_byte_more_is_noticed_by_writing(tmp_path: Path) -> None:
-    """As on a full disk: the file can be made, and what is written to it is refused."""
+    """A full disk lets a file be made and refuses its contents."""
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == f"VLLM_CACHE_ROOT: {tmp_path} cannot be written (File too large)\n"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server tells while it starts: a line a step, none twice, and a reminder now and then."""
+"""A server's messages while it starts: a line a step, none twice, and a reminder now and then."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def config(repository: Path, **changes: object) -> ServerConfig:
 
 
 def told(repository: Path) -> dict[str, Any]:
-    """What the stand-in says of itself; ready as it is, its output is copied into the log by a thread of its own."""
+    """Return the stand-in's report of itself. It is ready before a thread has copied its output into the log."""
     log = repository.parent / "server.log"
     wait_for(lambda: log.read_text().endswith("\n"))
     said: dict[str, Any] = json.loads(log.read_text())
@@ -539,7 +539,7 @@ def test_a_server_that_waits_for_what_a_dead_stage_held_is_not_waited_for(
 
 @dataclass
 class Board:
-    """What stages say of themselves at a stop: how many sessions are open."""
+    """The stages' number of open sessions at a stop."""
 
     open: int = 0
 
@@ -571,7 +571,7 @@ def test_a_stage_that_is_kept_after_the_last_session_is_not_waited_for(
 def test_models_leave_before_the_server_is_told_to_stop(
     repository: Path, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which then has nothing to lose with a client that holds a stream open."""
+    """The server then loses nothing with a client that holds a stream open."""
     happened: list[str] = []
     with Supervisor(config(repository, environment={"STAGE": str(stage)})) as server:
         process = int(stage.read_text())
@@ -666,7 +666,7 @@ MODULE = [sys.executable, "-m", "triton_omni.supervisor.serve"]
 
 
 def after_the_start(said: str) -> str:
-    """What a command said but for the steps of its start."""
+    """Return a command's output without the steps of its start."""
     return "".join(line for line in said.splitlines(keepends=True) if not line.startswith("starting: "))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run and loaded: no source unpickles or evaluates anything; locked packages have versions and hashes."""
+"""Code and packages: no source unpickles or evaluates anything; locked packages have versions and hashes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a talker step computes around the network: conditioning, penalty and mask, padded steps, compiled steps."""
+"""A talker step around the network: conditioning, penalty and mask, padded steps, compiled steps."""
 
 from __future__ import annotations
 

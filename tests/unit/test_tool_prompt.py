@@ -13,7 +13,7 @@ from triton_omni.request.chat import Call, Message, TextPart
 from triton_omni.thinker.prompt import DEFAULT_SYSTEM_PROMPT, PromptRenderer
 from unit.test_prompt import TOKENIZER
 
-# Of Qwen/Qwen2.5-7B-Instruct's tokenizer_config.json, but with the default system prompt of Qwen2.5-Omni's model card.
+# From Qwen/Qwen2.5-7B-Instruct's tokenizer_config.json, with the default system prompt of Qwen2.5-Omni's model card.
 TEMPLATE = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0]['role'] == 'system' %}
@@ -170,7 +170,7 @@ def test_the_whole_text_of_a_call_in_a_chat() -> None:
 
 
 def test_a_call_that_was_cut_off_is_read_as_it_was_written() -> None:
-    """Where the template would quote it as a string, which no model wrote."""
+    """The template would quote it as a string, which no model wrote."""
     chat = [said("user", "hi"), said("assistant", "", Call("get_weather", '{"city": "Ro'))]
     ids = PromptRenderer(SimpleNamespace(backend_tokenizer=TOKENIZER)).render(chat)
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ro}\n</tool_call><|im_end|>'

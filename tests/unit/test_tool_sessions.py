@@ -29,7 +29,7 @@ CALLS = [
 
 @pytest.fixture(autouse=True, params=["messages", "ring"])
 def way(request, monkeypatch):
-    """How the reply's rows, and codes, get from one stage to the next."""
+    """The carrier of the reply's rows and codes from one stage to the next."""
     monkeypatch.setattr(session_rig, "BY_RING", request.param == "ring")
 
 

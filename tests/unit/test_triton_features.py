@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a tritonserver: by its `--help`, and by the version that it answers with."""
+"""A tritonserver's features, by its `--help` and by the version that it answers with."""
 
 from __future__ import annotations
 

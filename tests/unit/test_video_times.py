@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pictures of a video are taken, and at what times, by time stamps alone; damaged and turned files."""
+"""The pictures taken of a video and their times, by time stamps alone; damaged and turned files."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ def build(folder: str, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What each wheel unpacks to."""
+    """Folders with the contents of each wheel."""
     return {folder: build(folder, tmp_path_factory.mktemp(folder)) for folder in SCRIPTS}
 
 
 Found = dict[tuple[str, str], Distribution]
-"""What is asked for, by name and extra."""
+"""Required distributions by name and extra."""
 
 
 def add_needed(needs: Distribution, extra: str, ours: dict[str, Distribution], found: Found) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the talker's tests share: sessions as a thinker sends them, HF's talker, engines of the tiny checkpoint."""
+"""Helpers of the talker's tests: sessions as a thinker sends them, HF's talker, engines of the tiny checkpoint."""
 
 from __future__ import annotations
 

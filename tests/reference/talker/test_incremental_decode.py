@@ -75,7 +75,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def engines(tiny_checkpoint):
-    """What one test leaves behind in vLLM's records, the next one finds in both."""
+    """Two engines for all tests: leftovers of one test in vLLM's records are the same in both."""
     made = [make_engine(tiny_checkpoint, ahead=True) for _ in range(2)]
     yield made
     for engine in made:
@@ -202,7 +202,7 @@ def test_steps_are_incremental_after_a_wait_for_rows(pair, cases, at_once, monke
 
 
 def test_steps_are_incremental_after_a_pause(pair, cases):
-    """What is under way is taken while nothing begins; then the same steps follow as without a pause."""
+    """A pause takes the steps under way and begins none; afterwards the same steps follow as without it."""
     pair.speak(cases, 2, 4)
     pair.step(3)
     for length in range(1, 6):
@@ -246,7 +246,7 @@ def test_steps_are_incremental_while_others_wait(pair, cases):
 
 
 def test_who_waits_keeps_its_place(pair, cases, monkeypatch):
-    """The others' steps go on, and so do its own behind the wait, whoever waits when."""
+    """The others' steps go on during the wait, and its own after it, whichever sequence waits at any time."""
     own, fast = [], pair.engines[0]._runner
     for number, rows in ((2, 8), (4, 10), (7, 12)):
         pair.each("open", str(number), cases[number].prompt, LONG)

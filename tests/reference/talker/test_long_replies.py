@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the talker's step costs at the end of a minute of speech: what it costs at the start."""
+"""A talker's step costs the same at the end of a minute of speech as at its start."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MINUTE = 3000
 """Codes of 60 s of speech."""
 TWO_SECONDS = 100
 GROWTH_ALLOWED = 5.0
-"""Limit of the thread's own time for a step, by medians of 100: 4.6 ms in the first and 4.3 in the last twelfth of the
-codes on an idle machine, up to twice as much on a busy one. Work over all codes takes twenty times as long there."""
+"""Largest growth of the thread's own time for a step, by medians of 100. An idle machine takes 4.6 ms in the first and
+4.3 in the last twelfth of the codes, a busy one up to twice as much. Work over all codes takes twenty times as long
+there."""
 MINUTE_LONG = Sampling(repetition_penalty=1.05, max_tokens=MINUTE, min_tokens=MINUTE)
 
 
@@ -52,7 +53,7 @@ def test_a_step_does_not_grow_with_the_reply(tiny_checkpoint, cases):
     codes, finish = spoken.of("a")
     engine.close()
     assert (len(codes), finish) == (MINUTE, "length")
-    # The prompt once, then a token a step: nothing is computed again because of what lies behind it.
+    # The prompt once, then a token a step: no earlier position is computed again.
     assert shares == [case.prompt_rows + 2, *[1] * (MINUTE - 1)]
     open_stats = held[:-1]
     assert {stats.rows_used for stats in open_stats} == {held[0].rows_used}

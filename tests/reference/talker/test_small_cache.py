@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*:
 LONG = replace(GREEDY, max_tokens=60, min_tokens=60)
 WAYS = pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "scheduled ahead"])
 TIMES, TURNS = 20, 10
-"""How often who finds no block is tried, and the turns of a loop in between."""
+"""Number of tries of a sequence that finds no block, and the turns of a loop between two of them."""
 
 
 @WAYS
@@ -118,7 +118,7 @@ def test_what_a_preempted_sequence_wrote_is_gone_before_its_blocks_are_another_s
     runner = small._runner
 
     def spoil(request_id):
-        """As a step under way may, which nobody has looked at yet."""
+        """Write NaN, as a step under way may whose result was not read yet."""
         (blocks,) = runner.requests[request_id].block_ids
         with torch.inference_mode():
             for cache in runner.kv_caches:

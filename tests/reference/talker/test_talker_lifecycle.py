@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How talker sequences end, and that nothing of them stays; what the engine refuses, by name."""
+"""Talker sequences end and leave nothing; the engine names the input that it refuses."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_abort_of_one_leaves_the_others(engine, cases, expected):
 
 
 def test_a_session_that_finds_no_memory_as_it_opens_leaves_the_others(engine, cases, expected, monkeypatch):
-    """What a session takes of the device is reserved at the start but for the row of its speaker, if it is the first
-    of it, which is asked for before anything is reserved."""
+    """A session's device memory is reserved at the start, except for the row of a speaker that is new. That row is
+    allocated before anything is reserved."""
 
     class Full:
         def to(self, **_):
@@ -160,7 +160,7 @@ def test_what_is_not_finite_ends_a_sequence_before_its_least_length(engine, case
 
 @pytest.mark.parametrize("end", ["by itself", "by abort"])
 def test_a_sequence_that_overflows_inside_the_network_fails_alone(engine, cases, expected, end):
-    """Others get its cache blocks next, and attention multiplies what lies behind their last position by zero."""
+    """Others get its cache blocks next, and attention multiplies values after their last position by zero."""
     for number in (2, 4):
         engine.open(f"s{number}", cases[number].prompt, GREEDY)
         engine.feed(f"s{number}", cases[number].rows)

@@ -76,7 +76,7 @@ def cached_blocks(engine):
 
 
 def names(engine, case, salt="a caller", size=None):
-    """As a thinker names the prefixes of the case's prompt."""
+    """Return the names that a thinker gives to the prefixes of the case's prompt."""
     size = size or size_of(engine)
     ends = range(size, case.prompt_rows + 1, size)
     content = [case.rows[:end].numpy().tobytes() + case.positions[:, :end].numpy().tobytes() for end in ends]
