@@ -248,7 +248,7 @@ async def test_a_socket_that_fails_before_it_is_one_has_the_status_of_a_fault(li
         keys=ApiKeys([]),
         metrics=Metrics(),
         endpoints=frozenset(),
-        secrets=ClientSecrets(1),
+        secrets=ClientSecrets(ApiKeys()),
     )
     logger = logging.getLogger(REQUESTS)
     logger.addHandler(lines)

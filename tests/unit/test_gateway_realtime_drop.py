@@ -18,6 +18,7 @@ from triton_omni_client.deltas import AsyncDeltaIterator
 from triton_omni_client.reply import ReplyBuilder
 from triton_omni_gateway import GatewaySettings
 from triton_omni_gateway.errors import GatewayError, Naming
+from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.realtime.endpoint import Realtime
 from triton_omni_gateway.realtime.secrets import ClientSecrets
@@ -134,7 +135,7 @@ class SlowConnection(Connection):
 async def test_a_client_that_takes_its_reply_slowly_is_still_heard() -> None:
     servers = Flooding()
     client = SlowConnection(servers)
-    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), Metrics())
+    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(ApiKeys()), Metrics())
     serving = asyncio.create_task(realtime.serve(client.socket))
     client.send("response.create")
     while not servers.streams:
@@ -153,7 +154,7 @@ async def test_a_drop_cancels_all_at_once() -> None:
     servers = Asked()
     metrics = Metrics()
     client = Connection(servers)
-    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), metrics)
+    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(ApiKeys()), metrics)
     serving = asyncio.create_task(realtime.serve(client.socket))
     listening = {"turn_detection": None, "transcription": {"model": "any"}}
     client.send("session.update", session={"type": "realtime", "audio": {"input": listening}})

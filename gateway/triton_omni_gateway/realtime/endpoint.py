@@ -75,14 +75,18 @@ class Realtime:
         """The configuration that a session begins with: a client secret's, else what the address says.
 
         Raises:
-            GatewayError: 404, there is no such model.
+            GatewayError: there is no such model, or another gateway's secret asks for what this one has not.
         """
         secret: Json = socket.scope["state"]["session"]
         if secret.get("type", socket.query_params.get("intent")) == "transcription":
-            return {"type": "transcription", **secret}  # the address may name OpenAI's models, as `transcription` may
-        model = socket.query_params.get("model") or self._settings.models[0]
-        check_model(model, self._settings.models)
-        return {"model": model, **secret}
+            # The address may name OpenAI's models, as `transcription` may.
+            given = {"type": "transcription", **secret}
+        else:
+            model = socket.query_params.get("model") or self._settings.models[0]
+            check_model(model, self._settings.models)
+            given = {"model": model, **secret}
+        checked_config(given, self._settings.models)
+        return given
 
     def _count(self, change: int) -> None:
         self._open += change

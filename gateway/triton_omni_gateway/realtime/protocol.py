@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
-from websockets.http11 import Request
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS, Request, Response
 
 from triton_omni_gateway.errors import GatewayError, stopping
 from triton_omni_gateway.request_log import SOCKETS, log_unread
@@ -42,15 +42,25 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
         if refusal.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
             super().handle_connect(event)
             return
-        error = GatewayError(refusal.status_code, refusal.body.decode().strip())
+        self._refuse(refusal, GatewayError(refusal.status_code, refusal.body.decode().strip()), event.path)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived; a head that is no WebSocket's would get no answer from uvicorn."""
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_complete:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            longest = f"A line of the request's head is over {MAX_LINE_LENGTH} bytes"
+            said = f"{longest}, or it has over {MAX_NUM_HEADERS} headers: send shorter ones, or fewer."
+            self._refuse(self.conn.reject(status, said), GatewayError(status, said))
+
+    def _refuse(self, refusal: Response, error: GatewayError, path: str = "-") -> None:
         refusal.body = json.dumps(error.body()).encode()
         del refusal.headers["Content-Length"], refusal.headers["Content-Type"]
         refusal.headers["Content-Length"] = str(len(refusal.body))
         refusal.headers["Content-Type"] = "application/json"
-        refusal.headers["X-Request-Id"] = log_unread(self.client, error, "WebSocket", event.path.partition("?")[0])
+        refusal.headers["X-Request-Id"] = log_unread(self.client, error, "WebSocket", path.partition("?")[0])
         self.handshake_complete = self.close_sent = True
-        self.conn.send_response(refusal)
-        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.write(refusal.serialize())
         self.transport.close()
 
     async def send(self, message: Any) -> None:
