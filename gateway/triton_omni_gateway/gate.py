@@ -128,6 +128,7 @@ class Gate:
             else:
                 await refuse(WebSocket(scope, receive, send_named), refusal)
         except Exception:
+            note_error(scope, broken(request_id))
             logger.exception("%s failed", request_id)
             raise
         finally:

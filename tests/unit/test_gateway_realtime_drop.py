@@ -13,7 +13,7 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from realtime_client import noise
-from triton_omni_client import Delta, OmniClientError, Reply, Request, Retry, TextDelta
+from triton_omni_client import Delta, OmniClientError, Reply, Request, Retry, TextDelta, Timings
 from triton_omni_client.deltas import AsyncDeltaIterator
 from triton_omni_client.reply import ReplyBuilder
 from triton_omni_gateway import GatewaySettings
@@ -48,12 +48,16 @@ class Endless(AsyncDeltaIterator):
     def reply(self) -> Reply:
         return ReplyBuilder().reply()
 
+    def timings(self) -> Timings:
+        return Timings(0.1, None, 0.2, 0.0)
+
 
 class Asked:
     """Servers that begin every reply and end none."""
 
     def __init__(self) -> None:
         self.streams: list[Endless] = []
+        self.ended: list[tuple[str, str]] = []
 
     def stream(self, request: Request, *, retry: Retry | None = None) -> Endless:
         self.streams.append(Endless(request))
@@ -70,6 +74,9 @@ class Asked:
 
     def replied(self, stream: Endless) -> None:
         pass
+
+    def responded(self, response_id: str, status: str, reason: str, seconds: float, timings: Timings | None) -> None:
+        self.ended.append((status, reason))
 
 
 class Connection:
@@ -177,4 +184,5 @@ async def test_a_drop_cancels_all_at_once() -> None:
     assert serving.exception() is None
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert len(servers.streams) == 4
+    assert servers.ended == [("cancelled", "session_ended")] * 2
     assert b"omni_gateway_realtime_sessions 0.0" in metrics.text()
