@@ -131,9 +131,8 @@ def _unavailable(error: OmniClientError) -> GatewayError:
 
 def _lost(error: OmniClientError) -> GatewayError:
     """A 503: the server or a stage of it ended with the request under way; it may be sent again."""
-    said = error.message
-    if error.by_triton or error.code == "connection_failed":
-        said = "The Triton server, or a stage of it, ended while the request was under way. Send the request again."
+    who = f"The stage {error.stage} of the Triton server" if error.stage else "The Triton server, or a stage of it,"
+    said = f"{who} ended while the request was under way. Send the request again."
     return GatewayError(503, said, SERVER, error.code, headers=_retry_headers(error.retry_after_ms))
 
 
