@@ -47,7 +47,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LONG = Request(text="hello", seed=CRAWLING_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
 """A reply that is still written when a process is killed."""
 LOST = f"^(The Triton server, or a stage of it,|The stage [a-z0-9]+ of the Triton server) ended|^{NOT_NOW}$"
-"""What the gateway tells of it, by when it looks."""
+"""The gateway's words for it, which depend on when it looks."""
 RESTARTS: list[tuple[list[StageName], tuple[type, str]]] = [
     (["talker"], (StageRestarter, "_open")),
     (["thinker", "talker", "token2wav"], (Supervisor, "_pause")),

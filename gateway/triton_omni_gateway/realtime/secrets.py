@@ -30,7 +30,7 @@ LONGEST: Final = 7680
 8 KiB; names of the header and of subprotocols take the rest.
 """
 _MOST_BYTES: Final = 1 << 16
-"""Bytes of what a secret carries: a short one of nobody's could otherwise become megabytes."""
+"""Bytes that a secret carries: without keys anybody can make a short one that unpacks to megabytes."""
 _BEGIN: Final = "ek_"
 _BEARER: Final = f"bearer {_BEGIN}"
 _LABEL: Final = b"triton-omni client secret"
@@ -53,7 +53,7 @@ class SecretRequest(Strict):
 
 
 class _Carried(Strict):
-    """What a secret carries."""
+    """The content of a secret."""
 
     expires_at: int
     session: AnyConfig
@@ -83,7 +83,7 @@ class ClientSecrets:
         self._clock = clock
 
     def make(self, caller: str, session: Json, seconds: int) -> tuple[str, Secret]:
-        """A secret, and what it stands for.
+        """A secret, and its meaning.
 
         Raises:
             GatewayError: 413, the session's configuration is too long.
@@ -102,7 +102,7 @@ class ClientSecrets:
         return value, made
 
     def read(self, authorization: str) -> Secret:
-        """What the secret in a header `Authorization` stands for.
+        """Return the meaning of the secret in a header `Authorization`.
 
         Raises:
             GatewayError: 401, it is none of these keys, or has expired; 400, a newer gateway made it.
@@ -129,7 +129,7 @@ def is_secret(authorization: str) -> bool:
 
 
 def _seal(caller: str, packed: bytes) -> bytes:
-    """Only who knows the caller's key can make it; a digest of it is the caller's name."""
+    """Return the seal of a caller, whose name is a digest of its key: nobody can make it without the key."""
     return hmac.digest(bytes.fromhex(caller), _LABEL + hashlib.sha256(packed).digest(), "sha256")
 
 
