@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -34,6 +35,31 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 """All that a gateway can be asked for by JSON."""
 TIMEOUT_S = 100.0
 """Seconds for a reply, enough on a machine with other work."""
+
+
+class Lines(logging.Handler):
+    """Keeps the records of requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(record)
+
+    @property
+    def records(self) -> list[Any]:
+        """Those of requests to the model."""
+        return [record for record in self.all if getattr(record, "method", None) == "POST"]
+
+    async def of_session(self) -> Any:
+        """The line of the one session, after those of its responses; waits for its end."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (found := [record for record in self.all if getattr(record, "method", None) == "WebSocket"]):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        (line,) = found
+        return line
 
 
 class RunningGateway:

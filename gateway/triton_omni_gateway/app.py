@@ -85,13 +85,12 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     _add_voice_route(app, settings)
     _add_operator_routes(app, metrics)
     add_page(app)
-    secrets = ClientSecrets(settings.realtime.max_secrets)
+    keys = keys or ApiKeys()
+    secrets = ClientSecrets(keys)
     add_realtime(app, settings, secrets, metrics)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
-    app.add_middleware(
-        Gate, settings=settings, keys=keys or ApiKeys(), metrics=metrics, endpoints=paths, secrets=secrets
-    )
+    app.add_middleware(Gate, settings=settings, keys=keys, metrics=metrics, endpoints=paths, secrets=secrets)
     if settings.origins:
         # Around the gate: a browser asks without a key whether it may ask.
         app.add_middleware(

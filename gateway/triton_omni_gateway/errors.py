@@ -88,10 +88,16 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return GatewayError(400, message, code=code, param=param)
 
 
-def unauthorized(has_key: bool) -> GatewayError:
+def unauthorized(message: str) -> GatewayError:
+    """A 401 of a caller who may not call."""
+    return GatewayError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def wrong_key(authorization: str) -> GatewayError:
     """A 401: no key, or none of ours."""
-    said = "Incorrect API key provided." if has_key else "No API key provided: send `Authorization: Bearer KEY`."
-    return GatewayError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    if authorization:
+        return unauthorized("Incorrect API key provided.")
+    return unauthorized("No API key provided: send `Authorization: Bearer KEY`.")
 
 
 def too_large(limit: int) -> GatewayError:
@@ -125,9 +131,8 @@ def _unavailable(error: OmniClientError) -> GatewayError:
 
 def _lost(error: OmniClientError) -> GatewayError:
     """A 503: the server or a stage of it ended with the request under way; it may be sent again."""
-    said = error.message
-    if error.by_triton or error.code == "connection_failed":
-        said = "The Triton server, or a stage of it, ended while the request was under way. Send the request again."
+    who = f"The stage {error.stage} of the Triton server" if error.stage else "The Triton server, or a stage of it,"
+    said = f"{who} ended while the request was under way. Send the request again."
     return GatewayError(503, said, SERVER, error.code, headers=_retry_headers(error.retry_after_ms))
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from .browser_page import is_of_the_page
-from .errors import GatewayError, broken, overloaded, stopping, too_large, unauthorized
+from .errors import GatewayError, broken, overloaded, stopping, too_large, wrong_key
 from .forms import FORM, TAKES_FORM
 from .keys import ApiKeys
 from .metrics import Metrics
@@ -128,6 +128,7 @@ class Gate:
             else:
                 await refuse(WebSocket(scope, receive, send_named), refusal)
         except Exception:
+            note_error(scope, broken(request_id))
             logger.exception("%s failed", request_id)
             raise
         finally:
@@ -168,7 +169,7 @@ class Gate:
         authorization = headers.get("authorization", "")
         caller = self._keys.caller(authorization)
         if caller is None:
-            return unauthorized(has_key=bool(authorization))
+            return wrong_key(authorization)
         scope["state"]["caller"] = caller
         return None
 

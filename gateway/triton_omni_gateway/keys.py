@@ -32,6 +32,11 @@ class ApiKeys:
         """True if requests need a key."""
         return bool(self._digests)
 
+    @property
+    def callers(self) -> tuple[str, ...]:
+        """All names that `caller` may return."""
+        return tuple(digest.hex() for digest in self._digests) or ("",)
+
     def caller(self, authorization: str) -> str | None:
         """Return a name of the caller whom the header `Authorization`, its bytes read as Latin-1, admits.
 

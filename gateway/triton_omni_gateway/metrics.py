@@ -28,6 +28,12 @@ class Metrics:
             "omni_gateway_servers_ready", "Triton servers that take requests.", registry=self._registry
         )
         self.sessions = Gauge("omni_gateway_realtime_sessions", "Open realtime sessions.", registry=self._registry)
+        self._responses = Counter(
+            "omni_gateway_realtime_responses",
+            "Responses of realtime sessions that ended, and why.",
+            ("status", "reason"),
+            registry=self._registry,
+        )
         self.moved = Counter(
             "omni_gateway_moved_requests",
             "Requests that another server was asked for, since the one before did not take them.",
@@ -48,6 +54,10 @@ class Metrics:
         """Count an answer that has ended."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.observe(seconds)
+
+    def responded(self, status: str, reason: str) -> None:
+        """Count a response of a session that has ended."""
+        self._responses.labels(status, reason).inc()
 
     def replied(self, timings: Timings) -> None:
         """Count what came of a reply, whole or cut off."""

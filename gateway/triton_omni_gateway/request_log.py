@@ -72,6 +72,11 @@ def note_error(scope: Scope, error: GatewayError) -> None:
     _facts(scope)["reason"] = error.code or error.kind
 
 
+def note_forced_end(scope: Scope, reason: str) -> None:
+    """Note why a session was ended by the gateway; what ended it first counts."""
+    _facts(scope).setdefault("reason", reason)
+
+
 def log_request(scope: Scope, status: int, seconds: float, key: str) -> None:
     """Write the line of a request that has ended.
 
@@ -92,6 +97,35 @@ def log_request(scope: Scope, status: int, seconds: float, key: str) -> None:
         "seconds": round(seconds, 3),
         **_facts(scope),
     }
+    _write(facts)
+
+
+def log_response(response_id: str, status: str, reason: str, seconds: float, timings: Timings | None) -> None:
+    """Write the line of a response that has ended, with the id of its session's request.
+
+    Args:
+        response_id: of the response.
+        status: how it ended.
+        reason: why.
+        seconds: from its beginning to its end.
+        timings: of the reply; None where no server was asked.
+    """
+    first_text, first_audio = (None, None) if timings is None else (timings.first_text, timings.first_audio)
+    _write(
+        {
+            "request": _REQUEST.get(),
+            "response": response_id,
+            "response_status": status,
+            "reason": reason,
+            "seconds": round(seconds, 3),
+            "first_text": None if first_text is None else round(first_text, 3),
+            "first_audio": None if first_audio is None else round(first_audio, 3),
+        }
+    )
+
+
+def _write(facts: dict[str, Any]) -> None:
+    """Write a line of those facts that are known; as JSON each is a member."""
     told = {name: value for name, value in facts.items() if value is not None}
     line = " ".join(f"{name}={ascii(value)[1:-1] if isinstance(value, str) else value}" for name, value in told.items())
     logger.info("%s", line, extra=told)

@@ -27,6 +27,7 @@ from triton_omni_client import (
     Retry,
     ServedModel,
     TextDelta,
+    Timings,
     ToolCallDelta,
 )
 from triton_omni_client.messages import MODEL
@@ -38,7 +39,7 @@ from .field_names import SPEECH_NAMES, chat_names
 from .metrics import Metrics
 from .pool import PooledStream, ServerPool
 from .replies import ChatChunks, Head, Spoken, completion, event, finish_reason, speech_delta, speech_done
-from .request_log import note_end, note_error, note_times
+from .request_log import log_response, note_end, note_error, note_times
 from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import MEDIA_TYPES, SoundEncoder
@@ -96,7 +97,7 @@ class Gateway:
 
     async def explain(self, error: OmniClientError, naming: Naming, request_id: str) -> GatewayError:
         """The same of a request that is no HTTP request of its own."""
-        if error.by_triton:
+        if error.by_triton or error.code == "internal":
             logger.error("%s failed in Triton: %s", request_id, error.message)
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
         return from_client(error, naming, request_id, is_ready=is_ready)
@@ -119,6 +120,11 @@ class Gateway:
     def replied(self, stream: PooledStream) -> None:
         """Count a reply that has ended."""
         self._metrics.replied(stream.timings())
+
+    def responded(self, response_id: str, status: str, reason: str, seconds: float, timings: Timings | None) -> None:
+        """Count a response of a session that has ended, and log it."""
+        self._metrics.responded(status, reason)
+        log_response(response_id, status, reason, seconds, timings)
 
     async def failed(self, http: HttpRequest, error: OmniClientError) -> bytes:
         """The event of an error inside a stream; its status is what is counted."""

@@ -7,8 +7,10 @@ requests, or all stages died.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import urllib.error
@@ -24,6 +26,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gateway_fakes import NOT_NOW, run_gateway
+from realtime_client import MANUAL, talk
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
@@ -33,7 +37,7 @@ from triton_omni.session.ledger_table import PID
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.supervisor.machine import ServerError
-from triton_omni.supervisor.restart import RestartPolicy
+from triton_omni.supervisor.restart import RestartPolicy, StageRestarter
 from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import ConnectionFailed, Internal, Reply, Request
 
@@ -42,6 +46,13 @@ BACK_WITHIN_S = 300.0
 SHARED_MEMORY = Path("/dev/shm")
 LONG = Request(text="hello", seed=CRAWLING_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
 """A reply that is still written when a process is killed."""
+LOST = f"^(The Triton server, or a stage of it,|The stage [a-z0-9]+ of the Triton server) ended|^{NOT_NOW}$"
+"""The gateway's words for it, which depend on when it looks."""
+RESTARTS: list[tuple[list[StageName], tuple[type, str]]] = [
+    (["talker"], (StageRestarter, "_open")),
+    (["thinker", "talker", "token2wav"], (Supervisor, "_pause")),
+]
+"""Of a stage alone, and of the whole server, with what is held back."""
 KILLED: list[list[StageName]] = [["unary"], ["thinker", "talker", "token2wav"]]
 
 
@@ -129,6 +140,33 @@ def test_where_nobody_is_left_to_end_requests_they_end_at_once_and_the_server_co
     older: Supervised, killed: list[StageName]
 ) -> None:
     assert_ended_and_back(older, killed)
+
+
+@pytest.mark.parametrize(("killed", "held"), RESTARTS, ids=["a stage", "the server"])
+async def test_an_open_session_is_told_of_a_restart_and_its_next_response_is_whole(
+    older: Supervised, killed: list[StageName], held: tuple[type, str]
+) -> None:
+    server, board = older.server, older.board()
+    with run_gateway(server.supervisor.grpc_url) as gateway:
+        async with talk(gateway.base, audio=MANUAL["audio"]) as session:
+            with server.client.stream(LONG) as slow, held_back(*held):
+                next(slow)  # it slows the thinker down for all
+                await session.say("hello")
+                await session.send("response.create")
+                await session.until("response.output_audio_transcript.delta")
+                for stage in killed:
+                    os.kill(board.word(PID, stage), signal.SIGKILL)
+                told = (await session.until("response.done")).response
+                assert (told.status, told.output[0].status) == ("failed", "incomplete")
+                assert re.search(LOST, told.status_details.error.message), told.status_details
+                await asyncio.to_thread(wait_for, lambda: not server.client.ready(), server.log)
+                away = (await session.asked("response.create", "response.done")).response
+                assert (away.status, away.status_details.error.message) == ("failed", NOT_NOW)
+            await asyncio.to_thread(wait_for, server.client.ready, server.log, BACK_WITHIN_S)
+            again = (await session.asked("response.create", "response.done")).response
+            assert again.status in ("completed", "incomplete"), again.status_details
+            assert session.heard()
+    board.close()
 
 
 def assert_ended_and_back(supervised: Supervised, killed: list[StageName]) -> None:

@@ -7,6 +7,7 @@ that a stage makes for its process last for its own test alone.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from client_fakes import FakeTriton, serve_grpc
-from gateway_fakes import RunningGateway, run_gateway
+from gateway_fakes import Lines, RunningGateway, run_gateway
 from realtime_client import greeting
 from triton_omni.core.settings import RequestLimits
 from triton_omni.request.media.decoders import Decoders
 from triton_omni.session import server_folder
+from triton_omni_gateway.request_log import REQUESTS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,3 +69,11 @@ def gateway(triton: FakeTriton) -> Iterator[RunningGateway]:
     """The gateway as it is by default, before that server."""
     with run_gateway(triton.url) as running:
         yield running
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """The log's lines of requests, once a gateway has set its log up and a test adds this to it."""
+    kept = Lines()
+    yield kept
+    logging.getLogger(REQUESTS).removeHandler(kept)

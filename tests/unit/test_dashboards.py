@@ -24,6 +24,7 @@ def gateway_series() -> dict[str, set[str]]:
     """Labels of the gateway's series, by their names."""
     metrics = Metrics()
     metrics.answered("other", 200, 0.5)
+    metrics.responded("completed", "stop")
     families = text_string_to_metric_families(metrics.text().decode())
     samples = [sample for family in families for sample in family.samples if not sample.name.endswith("_created")]
     return {sample.name: set(sample.labels) for sample in samples}

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosedError, InvalidStatus
 
 from client_fakes import INFO, FakeTriton, chunk, failure, final, serve_grpc
 from gateway_command import FOLDERS, started
-from gateway_fakes import MODEL, TIMEOUT_S, USER, RunningGateway, run_gateway
+from gateway_fakes import MODEL, TIMEOUT_S, USER, Lines, RunningGateway, run_gateway
 from media_samples import audio_file
 from realtime_client import talk
 from triton_omni_gateway.gate import Gate
@@ -38,33 +38,10 @@ SPEECH = "/v1/audio/speech"
 SOUND = np.full(480, 0.25, np.float32)
 
 
-class Lines(logging.Handler):
-    """Keeps the records of requests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.all.append(record)
-
-    @property
-    def records(self) -> list[Any]:
-        """Those of requests to the model."""
-        return [record for record in self.all if record.method == "POST"]
-
-
 @pytest.fixture
 def triton() -> Iterator[FakeTriton]:
     with serve_grpc(FakeTriton()) as fake:
         yield fake
-
-
-@pytest.fixture
-def lines() -> Iterator[Lines]:
-    kept = Lines()
-    yield kept
-    logging.getLogger(REQUESTS).removeHandler(kept)
 
 
 @pytest.fixture
@@ -248,7 +225,7 @@ async def test_a_socket_that_fails_before_it_is_one_has_the_status_of_a_fault(li
         keys=ApiKeys([]),
         metrics=Metrics(),
         endpoints=frozenset(),
-        secrets=ClientSecrets(1),
+        secrets=ClientSecrets(ApiKeys()),
     )
     logger = logging.getLogger(REQUESTS)
     logger.addHandler(lines)
@@ -256,7 +233,7 @@ async def test_a_socket_that_fails_before_it_is_one_has_the_status_of_a_fault(li
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": [(b"host", b"localhost")], "subprotocols": []}
     with pytest.raises(RuntimeError, match="broken"):
         await gate(scope, unused, unused)
-    assert [line.status for line in lines.all] == [500]
+    assert [(line.status, line.reason) for line in lines.all] == [(500, "internal")]
 
 
 REPEATING = """

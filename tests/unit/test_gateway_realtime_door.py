@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import hmac
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -25,7 +28,7 @@ from realtime_client import MANUAL, greeting, noise, talk
 from triton_omni_gateway.errors import GatewayError
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.realtime.limits import RealtimeLimits
-from triton_omni_gateway.realtime.secrets import ClientSecrets
+from triton_omni_gateway.realtime.secrets import LONGEST, ClientSecrets, Secret
 
 SESSIONS = "omni_gateway_realtime_sessions"
 
@@ -104,19 +107,117 @@ async def test_a_client_secret_opens_configured_sessions_and_nothing_else(locked
         client.realtime.client_secrets.create(expires_after={"anchor": "created_at", "seconds": 5})
 
 
-def test_secrets_expire_and_are_not_many() -> None:
-    now = [100.0]
-    secrets = ClientSecrets(1, lambda: now[0])
-    value, _ = secrets.make("caller", {"instructions": "x"}, 60)
-    found = secrets.find(f"Bearer {value}")
-    assert found is not None
-    assert (found.caller, found.session) == ("caller", {"instructions": "x"})
-    with pytest.raises(GatewayError, match="1 client secrets of this key hold"):
-        secrets.make("caller", {}, 60)
-    assert secrets.make("another", {}, 60)[0] != value
-    now[0] += 60
-    assert secrets.find(f"Bearer {value}") is None
-    assert secrets.make("caller", {}, 60)[0] != value
+async def test_a_secret_of_one_gateway_opens_sessions_at_another_of_its_key(
+    triton: FakeTriton, locked: RunningGateway
+) -> None:
+    """As behind one address, which a page asks twice."""
+    asked: Any = {"type": "realtime", "instructions": "Be brief.", **MANUAL}
+    made = locked.openai.with_options(api_key="first").realtime.client_secrets.create(session=asked)
+    with run_gateway(triton.url, keys=ApiKeys(["another", "first alice"])) as second:
+        for _ in range(2):
+            async with talk(second.base, key=made.value) as session:
+                assert session.seen[0].session.instructions == "Be brief."
+                assert session.seen[0].session.audio.input.turn_detection is None
+    with run_gateway(triton.url, keys=ApiKeys(["another"])) as changed:
+        status, error = await refusal(url_of(changed), subprotocols=subprotocols(made.value))
+        assert (status, error["code"], "its API key is gone" in error["message"]) == (401, "invalid_api_key", True)
+
+
+async def test_a_secret_that_another_gateway_cannot_serve_opens_nothing(
+    triton: FakeTriton, locked: RunningGateway
+) -> None:
+    with run_gateway(triton.url, keys=ApiKeys(["first"]), models=("new", MODEL)) as newer:
+        create = newer.openai.with_options(api_key="first").realtime.client_secrets.create
+        made = create(session={"type": "realtime", "model": "new"})
+    status, error = await refusal(url_of(locked), subprotocols=subprotocols(made.value))
+    assert (status, error["code"]) == (404, "model_not_found")
+
+
+def test_secrets_expire() -> None:
+    now = [100.5]
+    keys = ApiKeys(["first", "second"])
+    secrets = ClientSecrets(keys, lambda: now[0])
+    values = {caller: secrets.make(caller, {"instructions": "x"}, 60)[0] for caller in keys.callers}
+    assert len(set(values.values())) == 2
+    for caller, value in values.items():
+        assert secrets.read(f"Bearer {value}") == Secret(caller, {"instructions": "x"}, 160)
+    now[0] = 160
+    with pytest.raises(GatewayError, match="has expired: take a new one by POST") as refused:
+        secrets.read(f"Bearer {value}")
+    assert refused.value.status == 401
+
+
+@pytest.mark.parametrize("keys", [("first",), ()], ids=["with a key", "without keys"])
+async def test_a_secret_that_was_changed_opens_nothing(triton: FakeTriton, keys: tuple[str, ...]) -> None:
+    caller = ApiKeys(keys).callers[0]
+    value, _ = ClientSecrets(ApiKeys(keys)).make(caller, {"instructions": "Be brief."}, 60)
+    middle = len(value) // 2
+    changed = [
+        "ek_",
+        value[:-4],
+        f"ek_{'A' * len(value)}",
+        *(f"{value[:at]}{'B' if value[at] == 'A' else 'A'}{value[at + 1 :]}" for at in (3, middle, len(value) - 2)),
+    ]
+    with run_gateway(triton.url, keys=ApiKeys(keys)) as gateway:
+        for wrong in changed:
+            status, error = await refusal(url_of(gateway), subprotocols=subprotocols(wrong))
+            assert (status, error["code"]) == (401, "invalid_api_key"), wrong
+        async with talk(gateway.base, key=value) as session:
+            assert session.seen[0].session.instructions == "Be brief."
+
+
+FORGED = {
+    "no packed text": (b"nothing", 401),
+    "more than a secret carries": (
+        zlib.compress(b'{"expires_at": 99999999999, "session": {"instructions": "%s"}}' % (b"a" * 70_000)),
+        400,
+    ),
+    "another object": (zlib.compress(b"{}"), 400),
+    "an unknown key": (zlib.compress(b'{"expires_at": 99999999999, "session": {"voic": "x"}}'), 400),
+    "another's model": (zlib.compress(b'{"expires_at": 99999999999, "session": {"model": "x"}}'), 404),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_without_keys_a_secret_that_anybody_made_is_read_with_care(gateway: RunningGateway, name: str) -> None:
+    packed, expected = FORGED[name]
+    seal = hmac.digest(b"", b"triton-omni client secret" + hashlib.sha256(packed).digest(), "sha256")
+    value = "ek_" + base64.urlsafe_b64encode(seal + packed).rstrip(b"=").decode()
+    assert (await refusal(url_of(gateway), subprotocols=subprotocols(value)))[0] == expected
+    value, _ = ClientSecrets(ApiKeys()).make("", {}, 60)
+    foreign = await refusal(url_of(gateway), subprotocols=subprotocols(value), origin=origin())
+    assert foreign[1]["code"] == "forbidden_origin"
+
+
+async def test_the_longest_secret_travels_in_both_headers_and_a_longer_one_is_refused(locked: RunningGateway) -> None:
+    create: Any = locked.openai.with_options(api_key="first").realtime.client_secrets.create
+
+    def secret(length: int) -> str:
+        """A secret whose instructions no packing shortens."""
+        told = base64.b85encode(np.random.default_rng(7).bytes(length)).decode()
+        return str(create(session={"type": "realtime", "instructions": told}).value)
+
+    least, most = 1000, LONGEST
+    while most - least > 1:
+        length = (least + most) // 2
+        try:
+            value, least = secret(length), length
+        except openai.APIStatusError as error:
+            refused, most = error, length
+    assert 0 <= LONGEST - len(value) < 8
+    beta = [*subprotocols(value), "openai-beta.realtime-v1"]
+    async with talk(locked.base, key=value), connect(url_of(locked), subprotocols=beta):
+        pass
+    assert (refused.status_code, refused.code, refused.param) == (413, "too_large", "session")
+    assert f" in {LONGEST}, since it travels in a header" in refused.message
+    assert "send them by `session.update`" in refused.message
+    with pytest.raises(openai.APIStatusError, match="may carry 65536 in"):
+        create(session={"type": "realtime", "instructions": "a" * 70_000})
+
+
+async def test_a_head_with_a_line_that_is_too_long_is_refused(gateway: RunningGateway) -> None:
+    status, error = await refusal(url_of(gateway), additional_headers={"X-Long": "x" * 8192})
+    assert (status, "over 8192 bytes" in error["message"]) == (431, True)
 
 
 async def test_foreign_pages_open_nothing_where_there_are_no_keys(gateway: RunningGateway) -> None:

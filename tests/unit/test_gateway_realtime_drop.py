@@ -13,11 +13,12 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from realtime_client import noise
-from triton_omni_client import Delta, OmniClientError, Reply, Request, Retry, TextDelta
+from triton_omni_client import Delta, OmniClientError, Reply, Request, Retry, TextDelta, Timings
 from triton_omni_client.deltas import AsyncDeltaIterator
 from triton_omni_client.reply import ReplyBuilder
 from triton_omni_gateway import GatewaySettings
 from triton_omni_gateway.errors import GatewayError, Naming
+from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.realtime.endpoint import Realtime
 from triton_omni_gateway.realtime.secrets import ClientSecrets
@@ -47,12 +48,16 @@ class Endless(AsyncDeltaIterator):
     def reply(self) -> Reply:
         return ReplyBuilder().reply()
 
+    def timings(self) -> Timings:
+        return Timings(0.1, None, 0.2, 0.0)
+
 
 class Asked:
     """Servers that begin every reply and end none."""
 
     def __init__(self) -> None:
         self.streams: list[Endless] = []
+        self.ended: list[tuple[str, str]] = []
 
     def stream(self, request: Request, *, retry: Retry | None = None) -> Endless:
         self.streams.append(Endless(request))
@@ -69,6 +74,9 @@ class Asked:
 
     def replied(self, stream: Endless) -> None:
         pass
+
+    def responded(self, response_id: str, status: str, reason: str, seconds: float, timings: Timings | None) -> None:
+        self.ended.append((status, reason))
 
 
 class Connection:
@@ -134,7 +142,7 @@ class SlowConnection(Connection):
 async def test_a_client_that_takes_its_reply_slowly_is_still_heard() -> None:
     servers = Flooding()
     client = SlowConnection(servers)
-    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), Metrics())
+    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(ApiKeys()), Metrics())
     serving = asyncio.create_task(realtime.serve(client.socket))
     client.send("response.create")
     while not servers.streams:
@@ -153,7 +161,7 @@ async def test_a_drop_cancels_all_at_once() -> None:
     servers = Asked()
     metrics = Metrics()
     client = Connection(servers)
-    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), metrics)
+    realtime = Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(ApiKeys()), metrics)
     serving = asyncio.create_task(realtime.serve(client.socket))
     listening = {"turn_detection": None, "transcription": {"model": "any"}}
     client.send("session.update", session={"type": "realtime", "audio": {"input": listening}})
@@ -176,4 +184,5 @@ async def test_a_drop_cancels_all_at_once() -> None:
     assert serving.exception() is None
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert len(servers.streams) == 4
+    assert servers.ended == [("cancelled", "session_ended")] * 2
     assert b"omni_gateway_realtime_sessions 0.0" in metrics.text()

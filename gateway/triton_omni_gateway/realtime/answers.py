@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry
+from triton_omni_client import AsyncListening, Media, OmniClientError, Request, Retry, Timings
 from triton_omni_client.conversation import HINT_PRIORITY
 from triton_omni_client.messages import Modality, media_fields
 from triton_omni_gateway.errors import CONTEXT_LENGTH, GatewayError, bad_request, broken
@@ -83,6 +85,8 @@ class Answers:
         self._salt = secrets.token_urlsafe(24)
         self._tasks: dict[Response, asyncio.Task[None]] = {}
         self._streams: dict[Response, PooledStream] = {}
+        self._timings: dict[Response, Timings] = {}
+        """Of their last replies, until they end."""
         self._hints: weakref.WeakSet[PooledStream] = weakref.WeakSet()
         self._refused_prefill = False
         self._prefill: AsyncListening[Media] | None = None
@@ -104,7 +108,13 @@ class Answers:
         response.begin()
         task = asyncio.create_task(self._answer(response))
         self._tasks[response] = task
-        task.add_done_callback(lambda _: self._tasks.pop(response, None))
+        task.add_done_callback(functools.partial(self._leave, response, time.monotonic()))
+
+    def _leave(self, response: Response, begin: float, _task: asyncio.Task[None]) -> None:
+        self._tasks.pop(response, None)
+        status = response.status if response.is_over else "cancelled"
+        seconds, timings = time.monotonic() - begin, self._timings.pop(response, None)
+        self._servers.responded(response.response_id, status, response.reason, seconds, timings)
 
     def _check_free(self, response: Response) -> None:
         if response.asked.in_conversation and (active := self.active) is not None:
@@ -220,6 +230,7 @@ class Answers:
                     await self._room()
         finally:
             self._streams.pop(response, None)
+            self._timings[response] = stream.timings()
             self._servers.replied(stream)
         response.end()
 

@@ -8,12 +8,12 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from triton_omni_gateway.errors import GatewayError, unauthorized
+from triton_omni_gateway.errors import GatewayError, wrong_key
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.origins import refuse_web_page
 from triton_omni_gateway.settings import GatewaySettings
 
-from .secrets import ClientSecrets
+from .secrets import ClientSecrets, is_secret
 
 PATH: Final = "/v1/realtime"
 SUBPROTOCOL: Final = "realtime"
@@ -26,16 +26,19 @@ def refuse_socket(
 ) -> GatewayError | None:
     """Why a WebSocket is not opened; None where it is, and the scope's state then tells who calls."""
     headers, state = Headers(scope=scope), scope["state"]
+    if not keys and (refusal := refuse_web_page(headers, "GET", settings.host_names, settings.origins)) is not None:
+        return refusal
     authorization = headers.get("authorization") or _key_of(scope)
-    secret = secrets.find(authorization)
-    if secret is not None:
+    caller = keys.caller(authorization)
+    if not caller and is_secret(authorization):  # a key may begin like one
+        try:
+            secret = secrets.read(authorization)
+        except GatewayError as error:
+            return error
         state |= {"caller": secret.caller, "session": secret.session}
         return None
-    if not keys:
-        return refuse_web_page(headers, "GET", settings.host_names, settings.origins)
-    caller = keys.caller(authorization)
     if caller is None:
-        return unauthorized(has_key=bool(authorization))
+        return wrong_key(authorization)
     state["caller"] = caller
     return None
 

@@ -15,6 +15,7 @@ from triton_omni_gateway.connection import read_body
 from triton_omni_gateway.errors import RATE, GatewayError, overloaded
 from triton_omni_gateway.gate import refuse
 from triton_omni_gateway.metrics import Metrics
+from triton_omni_gateway.request_log import note_forced_end
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
 from triton_omni_gateway.translate import check_model
@@ -75,14 +76,18 @@ class Realtime:
         """The configuration that a session begins with: a client secret's, else what the address says.
 
         Raises:
-            GatewayError: 404, there is no such model.
+            GatewayError: there is no such model, or another gateway's secret asks for what this one has not.
         """
         secret: Json = socket.scope["state"]["session"]
         if secret.get("type", socket.query_params.get("intent")) == "transcription":
-            return {"type": "transcription", **secret}  # the address may name OpenAI's models, as `transcription` may
-        model = socket.query_params.get("model") or self._settings.models[0]
-        check_model(model, self._settings.models)
-        return {"model": model, **secret}
+            # The address may name OpenAI's models, as `transcription` may.
+            given = {"type": "transcription", **secret}
+        else:
+            model = socket.query_params.get("model") or self._settings.models[0]
+            check_model(model, self._settings.models)
+            given = {"model": model, **secret}
+        checked_config(given, self._settings.models)
+        return given
 
     def _count(self, change: int) -> None:
         self._open += change
@@ -110,9 +115,11 @@ class Realtime:
             is_expired = not (sending.done() or reading.done())
             sending.cancel()
             reading.cancel()
-            _, fault, _ = await asyncio.gather(sending, reading, session.closed(), return_exceptions=True)
+            unsent, fault, _ = await asyncio.gather(sending, reading, session.closed(), return_exceptions=True)
         if is_expired:
             await self._expire(socket)
+        elif isinstance(unsent, TimeoutError):
+            note_forced_end(socket.scope, "caller_stalled")
         elif isinstance(fault, Exception):
             raise fault
 
@@ -120,6 +127,7 @@ class Realtime:
         minutes = self._limits.session_seconds / 60
         said = f"The session has lasted {minutes:g} minutes, its limit: open another one."
         error = GatewayError(429, said, RATE, "session_expired")
+        note_forced_end(socket.scope, "session_expired")
         with contextlib.suppress(TimeoutError, WebSocketDisconnect):
             async with asyncio.timeout(self._settings.send_timeout_s):
                 await socket.send_text(written(error_event(error)))

@@ -34,5 +34,3 @@ class RealtimeLimits:
     """
     max_unsent_characters: int = MIB
     """The same, of their text; the last one may be as long as an item."""
-    max_secrets: int = 256
-    """Client secrets of one API key that have not expired."""

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
-from websockets.http11 import Request
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS, Request, Response
 
 from triton_omni_gateway.errors import GatewayError, stopping
-from triton_omni_gateway.request_log import SOCKETS, log_unread
+from triton_omni_gateway.request_log import SOCKETS, log_unread, note_forced_end
 
 from .events import error_event, written
 
@@ -22,6 +24,11 @@ _LINGER_S = 2.0
 """Seconds for what was sent to arrive, after the application has ended."""
 _MOST_FRAGMENTS = 1 << 14
 """Maximum pieces of one event: the longest one may come in pieces of a KiB."""
+_BROKEN_RULES: Final[Mapping[int, str]] = {
+    CloseCode.MESSAGE_TOO_BIG: "event_too_large",
+    CloseCode.POLICY_VIOLATION: "too_many_fragments",
+}
+"""Reasons of the log by the code that a session is closed with."""
 
 
 class RealtimeProtocol(WebSocketsSansIOProtocol):
@@ -42,15 +49,25 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
         if refusal.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
             super().handle_connect(event)
             return
-        error = GatewayError(refusal.status_code, refusal.body.decode().strip())
+        self._refuse(refusal, GatewayError(refusal.status_code, refusal.body.decode().strip()), event.path)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived; a head that is no WebSocket's would get no answer from uvicorn."""
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_complete:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            longest = f"A line of the request's head is over {MAX_LINE_LENGTH} bytes"
+            said = f"{longest}, or it has over {MAX_NUM_HEADERS} headers: send shorter ones, or fewer."
+            self._refuse(self.conn.reject(status, said), GatewayError(status, said))
+
+    def _refuse(self, refusal: Response, error: GatewayError, path: str = "-") -> None:
         refusal.body = json.dumps(error.body()).encode()
         del refusal.headers["Content-Length"], refusal.headers["Content-Type"]
         refusal.headers["Content-Length"] = str(len(refusal.body))
         refusal.headers["Content-Type"] = "application/json"
-        refusal.headers["X-Request-Id"] = log_unread(self.client, error, "WebSocket", event.path.partition("?")[0])
+        refusal.headers["X-Request-Id"] = log_unread(self.client, error, "WebSocket", path.partition("?")[0])
         self.handshake_complete = self.close_sent = True
-        self.conn.send_response(refusal)
-        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.write(refusal.serialize())
         self.transport.close()
 
     async def send(self, message: Any) -> None:
@@ -79,8 +96,19 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
             self.conn.fail(CloseCode.POLICY_VIOLATION, f"more than {_MOST_FRAGMENTS} fragments")
             self.handle_parser_exception()
 
+    def handle_parser_exception(self) -> None:
+        """Close it, since what came is over a limit or is no WebSocket's."""
+        if self.conn.close_sent is not None:
+            self._note_end(_BROKEN_RULES.get(self.conn.close_sent.code, "protocol_error"))
+        super().handle_parser_exception()
+
+    def _note_end(self, reason: str) -> None:
+        if self.handshake_complete and not self.close_sent:
+            note_forced_end(cast(Scope, self.scope), reason)
+
     def shutdown(self) -> None:
         """Tell why it ends, and close with code 1012."""
+        self._note_end("stopping")
         if self.handshake_complete and not self.close_sent:
             self.conn.send_text(written(error_event(stopping())).encode())
             self.transport.write(b"".join(self.conn.data_to_send()))
@@ -88,6 +116,7 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
 
     def keepalive_timeout(self) -> None:
         """Give up a client that answers no ping; what was sent to it may never be taken."""
+        self._note_end("no_pong")
         super().keepalive_timeout()
         self.loop.call_later(_LINGER_S, self.transport.abort)
 

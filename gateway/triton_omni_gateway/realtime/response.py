@@ -59,6 +59,8 @@ class Response:
     put: Callable[[Json], None]
     response_id: str = field(default_factory=lambda: new_id("resp"))
     status: Ending | Literal["in_progress"] = "in_progress"
+    reason: str = "session_ended"
+    """Why it ended, one of a few words; as here where its session ended first."""
     output: list[Item | CallItem] = field(default_factory=list)
     _details: Json | None = None
     _info: Info | None = None
@@ -119,31 +121,31 @@ class Response:
 
     def end(self) -> None:
         """The reply is complete, or a limit cut it off."""
-        if finish_reason(self._info) == "length":
-            self._finish("incomplete", {"type": "incomplete", "reason": "max_output_tokens"})
+        if (reason := finish_reason(self._info)) == "length":
+            self._finish("incomplete", {"type": "incomplete", "reason": "max_output_tokens"}, "max_output_tokens")
         else:
-            self._finish("completed", {"type": "completed"})
+            self._finish("completed", {"type": "completed"}, reason)
 
     def cancel(self, reason: Reason) -> None:
         """End it; of its text remains what was spoken in the sound that was sent."""
         if not self.is_over and self.is_spoken and self.message is not None:
             content = self._content()
             content.text = heard_text(content.text, self.seconds, self._whole_seconds())
-        self._finish("cancelled", {"type": "cancelled", "reason": reason})
+        self._finish("cancelled", {"type": "cancelled", "reason": reason}, reason)
 
     def fail(self, error: GatewayError) -> None:
         """The server refused it or failed."""
         told = {"type": error.kind, "code": error.code, "message": error.message}
-        self._finish("failed", {"type": "failed", "error": told})
+        self._finish("failed", {"type": "failed", "error": told}, error.code or error.kind)
 
     def _whole_seconds(self) -> float | None:
         samples = None if self._info is None else self._info.samples
         return None if samples is None else samples / SAMPLE_RATE / self.asked.speed
 
-    def _finish(self, ending: Ending, details: Json) -> None:
+    def _finish(self, ending: Ending, details: Json, reason: str) -> None:
         if self.is_over:
             return
-        self.status, self._details = ending, details
+        self.status, self._details, self.reason = ending, details, reason
         for item in self.output:
             if isinstance(item, CallItem):
                 self._put_call("done", item, name=item.name, arguments=item.arguments)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from triton_omni_client import OmniClientError, Request, Retry
+from triton_omni_client import OmniClientError, Request, Retry, Timings
 from triton_omni_gateway.errors import GatewayError, Naming
 from triton_omni_gateway.pool import PooledStream
 
@@ -28,3 +28,6 @@ class Servers(Protocol):
 
     def replied(self, stream: PooledStream) -> None:
         """Count a reply that ended."""
+
+    def responded(self, response_id: str, status: str, reason: str, seconds: float, timings: Timings | None) -> None:
+        """Count and log a response that ended, so many seconds after its beginning."""
