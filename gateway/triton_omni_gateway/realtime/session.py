@@ -226,9 +226,11 @@ class Session:
         self._put(server_event("conversation.item.done", previous_item_id=before, item=item.told()))
         self._answers.drop(self._items.over_size())
 
-    def _retrieve(self, event: events.ItemRetrieve) -> None:
+    async def _retrieve(self, event: events.ItemRetrieve) -> None:
+        """Show an item with its media, which take long enough to encode to hold others up."""
         item = self._items.find(event.item_id)
-        self._put(server_event("conversation.item.retrieved", item=item.told(with_data=True)))
+        told = await asyncio.to_thread(item.told, self._config.audio.input.format)
+        self._put(server_event("conversation.item.retrieved", item=told))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
         item = self._items.find(event.item_id)
