@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from gateway_fakes import TIMEOUT_S
 from triton_omni_client import Delta, OmniClientError, Reply, Request, Retry, TextDelta
 from triton_omni_client.deltas import AsyncDeltaIterator
 from triton_omni_client.reply import ReplyBuilder
@@ -98,13 +99,21 @@ class Connection:
 
     async def until(self, kind: str) -> dict[str, Any]:
         """The next event of this type, and no error before it."""
-        while True:
-            for place, event in enumerate(self.told):
-                if event["type"] == kind:
-                    del self.told[: place + 1]
-                    return event
-                assert event["type"] != "error", event
-            await asyncio.sleep(0.001)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while (event := self._next(kind)) is None:
+                    await asyncio.sleep(0.001)
+        except TimeoutError as error:
+            raise AssertionError(f"no {kind} after {[event['type'] for event in self.told]}") from error
+        return event
+
+    def _next(self, kind: str) -> dict[str, Any] | None:
+        for place, event in enumerate(self.told):
+            if event["type"] == kind:
+                del self.told[: place + 1]
+                return event
+            assert event["type"] != "error", event
+        return None
 
     async def asked(self, kind: str, answer: str, **fields: Any) -> dict[str, Any]:
         """Send an event, and wait for its answer."""
