@@ -21,6 +21,7 @@ from triton_omni_gateway.errors import GatewayError, Naming
 from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.realtime.endpoint import Realtime
 from triton_omni_gateway.realtime.secrets import ClientSecrets
+from triton_omni_gateway.speech_to_text import SpeechToText
 
 
 class Endless(AsyncDeltaIterator):
@@ -126,7 +127,8 @@ class Connection:
 
 def realtime(metrics: Metrics | None = None) -> Realtime:
     """The sessions of a gateway."""
-    return Realtime(GatewaySettings(triton_urls=("localhost:1",)), ClientSecrets(1), metrics or Metrics())
+    settings, metrics = GatewaySettings(triton_urls=("localhost:1",)), metrics or Metrics()
+    return Realtime(settings, ClientSecrets(1), metrics, SpeechToText(settings, metrics.recorded.inc))
 
 
 @asynccontextmanager
