@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sound of realtime sessions in every format: a tone keeps its length, pitch and level, both ways.
+"""Sound of realtime sessions in every format and base64 of every kind: a tone keeps its length, pitch and level.
 
 G.711 is written and read by libsndfile, while the gateway has FFmpeg's codecs.
 """
@@ -18,12 +18,16 @@ from numpy.typing import NDArray
 
 from client_fakes import FakeTriton, chunk, final, inputs_of
 from gateway_fakes import RunningGateway
+from media_samples import image_file
 from realtime_client import WHOLE, talk
 from realtime_memory import Asked, connected
 
 HERTZ, LEVEL, SECONDS = 700, 0.25, 2
 G711 = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
-FORMATS = [*({"type": "audio/pcm", "rate": rate} for rate in (24_000, 16_000, 8000)), *({"type": law} for law in G711)]
+FORMATS: list[dict[str, Any]] = [
+    *({"type": "audio/pcm", "rate": rate} for rate in (24_000, 16_000, 8000)),
+    *({"type": law} for law in G711),
+]
 Samples = NDArray[np.float64]
 
 
@@ -76,6 +80,35 @@ async def test_an_item_s_sound_comes_back_as_it_was_sent(sound_format: dict[str,
             told = await session.asked("conversation.item.retrieve", "conversation.item.retrieved", item_id=item_id)
             sound = base64.b64decode(told["item"]["content"][0]["audio"])
             assert_is_tone(read(sound, sound_format), rate_of(sound_format))
+
+
+def in_lines(data: bytes) -> str:
+    """Base64 with line breaks, as many programs write it."""
+    return base64.encodebytes(data).decode().replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize("begin", ["", "data:audio/pcm;base64,"])
+async def test_sound_may_have_line_breaks_and_be_a_data_uri(begin: str) -> None:
+    sent = begin + in_lines(written(tone(24_000), FORMATS[0]))
+    given = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": sent}]}
+    async with connected(Asked(), turn_detection=None) as session:
+        session.send("input_audio_buffer.append", audio=sent)
+        appended = await session.asked("input_audio_buffer.commit", "conversation.item.done")
+        created = await session.asked("conversation.item.create", "conversation.item.done", item=given)
+        for item_id in (appended["item"]["id"], created["item"]["id"]):
+            told = await session.asked("conversation.item.retrieve", "conversation.item.retrieved", item_id=item_id)
+            assert_is_tone(read(base64.b64decode(told["item"]["content"][0]["audio"]), FORMATS[0]), 24_000)
+
+
+async def test_a_picture_may_have_line_breaks() -> None:
+    picture = image_file("png")
+    parts = [{"type": "input_image", "image_url": f"data:image/png;base64,{in_lines(picture)}"}]
+    given = {"type": "message", "role": "user", "content": parts}
+    async with connected(Asked()) as session:
+        item_id = (await session.asked("conversation.item.create", "conversation.item.done", item=given))["item"]["id"]
+        told = await session.asked("conversation.item.retrieve", "conversation.item.retrieved", item_id=item_id)
+        url = told["item"]["content"][0]["image_url"]
+    assert url == f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
 @pytest.mark.parametrize("kind", G711)

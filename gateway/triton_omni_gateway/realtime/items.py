@@ -13,6 +13,7 @@ from typing import Literal, cast
 from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.translate import plain_base64
 
 from .calls import CallItem, OutputItem, made_call, needed
 from .config import Json, SoundFormat
@@ -317,13 +318,13 @@ def _base64(data: bytes) -> str:
 
 
 def decoded_base64(text: str, path: str) -> bytes:
-    """The bytes of a text in base64.
+    """The bytes of a text in base64, of a data URI, or with line breaks.
 
     Raises:
         GatewayError: 400, it is none.
     """
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(plain_base64(text), validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(
             f"Invalid value for '{path}': not base64: {error}.", param=path, code="invalid_value"
