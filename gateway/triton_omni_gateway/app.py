@@ -33,6 +33,7 @@ from .request_log import note_error
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
 from .settings import GatewaySettings
+from .speech_to_text import SpeechToText
 from .transcriber import Transcriber, TranscriptionRequest, TranslationRequest
 from .transcripts import Transcripts
 from .translate import check_model
@@ -69,12 +70,13 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     metrics = Metrics()
     transcripts = Transcripts(settings.max_transcripts, settings.transcript_seconds)
     pool = ServerPool(settings.triton_urls, metrics.moved.inc, metrics.servers_ready.set)
+    speech_to_text = SpeechToText(settings, metrics.recorded.inc)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with pool.running():
             app.state.gateway = Gateway(settings, pool, transcripts, metrics)
-            app.state.transcriber = Transcriber(app.state.gateway, settings, metrics)
+            app.state.transcriber = Transcriber(app.state.gateway, settings, speech_to_text)
             yield
 
     # Its pages of documentation would load scripts from elsewhere.
@@ -87,7 +89,7 @@ def create_app(settings: GatewaySettings, keys: ApiKeys | None = None) -> FastAP
     add_page(app)
     keys = keys or ApiKeys()
     secrets = ClientSecrets(keys)
-    add_realtime(app, settings, secrets, metrics)
+    add_realtime(app, settings, secrets, metrics, speech_to_text)
     _add_errors(app)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
     app.add_middleware(Gate, settings=settings, keys=keys, metrics=metrics, endpoints=paths, secrets=secrets)

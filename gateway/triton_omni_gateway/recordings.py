@@ -60,11 +60,15 @@ class Cutter:
         self._cpu_seconds = cpu_seconds
         self._places = asyncio.Semaphore(at_once)
 
-    async def windows(self, data: bytes) -> AsyncGenerator[Window, None]:
+    async def windows(self, data: bytes, param: str) -> AsyncGenerator[Window, None]:
         """The windows of a file, one after another; the next one is decoded while the last one is used.
 
+        Args:
+            data: the file.
+            param: its name in refusals.
+
         Raises:
-            GatewayError: 400 or 413, `param` is `file`.
+            GatewayError: 400 or 413, the file is refused.
         """
         seconds = plain_seconds(data)
         if seconds is not None and cut_recording.LEAST_SECONDS <= seconds <= self._window_seconds:
@@ -72,7 +76,7 @@ class Cutter:
             return
         begin = 0.0
         async with self._places, self._program(data) as program:
-            async for sound in self._records(program):
+            async for sound in self._records(program, param):
                 length = plain_seconds(sound) or 0.0
                 yield Window(sound, begin, length)
                 begin += length
@@ -96,25 +100,25 @@ class Cutter:
                 program.kill()
             await program.communicate()  # asyncio sees no end before all that was written is read
 
-    async def _records(self, program: Process) -> AsyncIterator[bytes]:
+    async def _records(self, program: Process, param: str) -> AsyncIterator[bytes]:
         assert program.stdout is not None
         while True:
             try:
                 kind, length = cut_recording.RECORD.unpack(await program.stdout.readexactly(cut_recording.RECORD.size))
                 content = await program.stdout.readexactly(length)
             except asyncio.IncompleteReadError as error:
-                raise self._killed(await program.wait()) from error
+                raise self._killed(await program.wait(), param) from error
             if kind == b"e":
                 return
             if kind == b"r":
-                raise _refused(content.decode())
+                raise _refused(param, content.decode())
             yield content
 
-    def _killed(self, code: int) -> GatewayError:
+    def _killed(self, code: int, param: str) -> GatewayError:
         if code == -signal.SIGXCPU:
             said = f"takes over {self._cpu_seconds} CPU seconds to decode, the limit of this gateway"
-            return _refused(f"{said}; encode it anew, for example as wav", status=413)
-        return _refused("cannot be decoded: its decoder ended; encode it anew, for example as wav")
+            return _refused(param, f"{said}; encode it anew, for example as wav", status=413)
+        return _refused(param, "cannot be decoded: its decoder ended; encode it anew, for example as wav")
 
 
 def plain_seconds(data: bytes) -> float | None:
@@ -127,8 +131,8 @@ def plain_seconds(data: bytes) -> float | None:
         return None
 
 
-def _refused(reason: str, status: int = 400) -> GatewayError:
-    return GatewayError(status, f"Invalid value for 'file': it {reason}.", param="file", code="invalid_file")
+def _refused(param: str, reason: str, status: int = 400) -> GatewayError:
+    return GatewayError(status, f"Invalid value for '{param}': it {reason}.", param=param, code="invalid_file")
 
 
 def _in_memory(data: bytes) -> int:

@@ -185,11 +185,11 @@ def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
     if isinstance(image, dict) and image.get("detail") in _DETAILS:
         return {**part, "image_url": {name: value for name, value in image.items() if name != "detail"}}
     if isinstance(sound, dict) and isinstance(data := sound.get("data"), str):
-        return {**part, "input_audio": {**sound, "data": _plain_base64(data)}}
+        return {**part, "input_audio": {**sound, "data": plain_base64(data)}}
     return part
 
 
-def _plain_base64(data: str) -> str:
+def plain_base64(data: str) -> str:
     """Base64 without the beginning of a data URI and without line breaks, which programs send for it."""
     if data[:_DATA_URI_BEGIN].lstrip().lower().startswith("data:"):
         data = data.partition(",")[2]

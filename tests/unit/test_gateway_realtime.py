@@ -103,21 +103,6 @@ async def test_a_picture_is_shown(triton: FakeTriton, gateway: RunningGateway) -
     assert chat_of(triton.requests[0])[0]["content"] == [{"type": "image"}, {"type": "text", "text": "What is this?"}]
 
 
-@pytest.mark.parametrize("kind", ["audio/pcmu", "audio/pcma"])
-async def test_a_telephone_s_sound_goes_both_ways(triton: FakeTriton, gateway: RunningGateway, kind: str) -> None:
-    formats = {"format": {"type": kind}}
-    async with talk(gateway.base, audio={"input": {**formats, "turn_detection": None}, "output": formats}) as session:
-        silence = {"audio/pcmu": 0xFF, "audio/pcma": 0xD5}[kind]
-        await session.append(np.frombuffer(bytes([silence]) * 4000, "<i2"))
-        await session.asked("input_audio_buffer.commit", "conversation.item.done")
-        await session.asked("response.create", "response.done")
-        sound = session.heard()
-    heard, _ = soundfile.read(io.BytesIO(inputs_of(triton.requests[0])["media"][0]))
-    assert len(heard) == pytest.approx(8000, abs=2)
-    assert np.abs(heard).max() < 0.001
-    assert len(sound) == pytest.approx(320, abs=2)
-
-
 async def test_speech_may_be_faster_and_is_cut_where_it_was_heard(triton: FakeTriton, gateway: RunningGateway) -> None:
     def story(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="word " * 9 + "word")

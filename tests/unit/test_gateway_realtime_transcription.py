@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
-from client_fakes import FakeTriton, chunk, final, parameters_of, serve_grpc
+from client_fakes import FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from realtime_client import MANUAL, WHOLE, Talk, chat_of, noise, speech, talk
 from triton_omni_gateway.realtime.limits import RealtimeLimits
@@ -18,6 +21,7 @@ from triton_omni_gateway.realtime.limits import RealtimeLimits
 EVENT = "conversation.item.input_audio_transcription"
 BY_HAND: dict[str, Any] = {"type": "transcription", **{"audio": MANUAL["audio"]}}
 SILENCE = np.zeros(24_000, np.int16)
+BUSY = "all 8 sessions are in use [omni:overloaded;retry_after_ms=1]"
 
 
 def recogniser(_request: Any, _context: Any) -> Iterator[Any]:
@@ -143,3 +147,56 @@ async def test_what_waits_goes_with_its_item(triton: FakeTriton) -> None:
             await session.asked("conversation.item.delete", f"{EVENT}.failed", item_id=second)
             waiting.may.set()
             assert (await session.until(f"{EVENT}.completed")).item_id == third
+
+
+async def test_a_long_turn_is_heard_in_windows_as_a_recording_is(triton: FakeTriton) -> None:
+    """A later window that finds no free session is asked for again; the seconds are counted."""
+    refused: set[str] = set()
+
+    def script(request: Any, _context: Any) -> Iterator[Any]:
+        number = int(request.id.partition(".")[2] or 0)
+        if number and request.id not in refused:
+            refused.add(request.id)
+            yield failure(BUSY)
+        else:
+            yield from (chunk(text=["The sea", " is deep", "and wide."][number]), chunk(info=WHOLE), final())
+
+    triton.script = script
+    with run_gateway(triton.url, window_seconds=1.5, windows_at_once=2) as gateway:
+        async with talk(gateway.base, intent="transcription", **BY_HAND) as session:
+            await session.append(noise(4))
+            completed = await session.asked("input_audio_buffer.commit", f"{EVENT}.completed")
+        await asyncio.to_thread(gateway.wait_for_metric, "omni_gateway_recording_seconds_total", 4)
+    assert session.joined(f"{EVENT}.delta") == completed.transcript == "The sea is deep and wide."
+    assert completed.usage.total_tokens == 3 * 12
+    labels = [completed.item_id, f"{completed.item_id}.1", f"{completed.item_id}.2"]
+    assert refused == set(labels[1:])
+    heard = {
+        request.id: soundfile.info(io.BytesIO(inputs_of(request)["media"][0])).duration for request in triton.requests
+    }
+    assert sorted(heard) == labels
+    assert max(heard.values()) <= 1.5
+    assert sum(heard.values()) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "code", "what"),
+    [
+        ({}, failure(BUSY), "overloaded", "all 8 sessions are in use"),
+        ({"window_seconds": 1, "max_recording_seconds": 2}, chunk(text="x"), "invalid_file", "longer than 2 seconds"),
+    ],
+)
+async def test_what_cannot_be_written_down_is_told_and_not_counted(
+    triton: FakeTriton, settings: dict[str, Any], answer: Any, code: str, what: str
+) -> None:
+    triton.script = lambda *_: iter([answer, final()])
+    with run_gateway(triton.url, **settings) as gateway:
+        async with talk(gateway.base, intent="transcription", **BY_HAND) as session:
+            await session.append(noise(4))
+            failed = await session.asked("input_audio_buffer.commit", f"{EVENT}.failed")
+            assert (failed.error.code, what in failed.error.message) == (code, True)
+            assert failed.error.param in (None, f"{failed.item_id}.content[0]")
+            triton.script = recogniser
+            await session.append(noise(0.5))
+            await session.asked("input_audio_buffer.commit", f"{EVENT}.completed")
+        await asyncio.to_thread(gateway.wait_for_metric, "omni_gateway_recording_seconds_total", 0.5)

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -103,50 +102,6 @@ async def test_a_response_may_go_on_while_the_user_speaks(triton: FakeTriton, ga
         await session.until("conversation.item.done", previous_item_id=session.seen[-1].item_id)
         assert "response.done" not in session.types()
         assert (await session.asked("response.cancel", "response.done")).response.status == "cancelled"
-
-
-async def test_a_silent_user_is_asked_again(
-    triton: FakeTriton, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ringing: queue.Queue[float] = queue.Queue()
-
-    def ring_at_once(timer: Any, _playing_s: float, idle_s: float, silent: Any) -> None:
-        ringing.put(idle_s)
-        silent()
-        timer._timer = asyncio.get_running_loop().call_later(0.05, timer._ring)
-
-    monkeypatch.setattr("triton_omni_gateway.realtime.idle.IdleTimer.start", ring_at_once)
-    async with talk(gateway.base, audio=vad(idle_timeout_ms=5000)) as session:
-        await session.say("Hello.")
-        await session.asked("response.create", "response.done")
-        rung = await session.until("input_audio_buffer.timeout_triggered")
-        assert (await session.until("response.done")).response.status == "completed"
-        await session.asked("session.update", "session.updated", session=MANUAL)
-    assert ringing.get() == 5
-    assert rung.audio_start_ms == rung.audio_end_ms == 0
-
-
-async def test_a_silence_of_which_all_is_cleared_is_no_item(
-    triton: FakeTriton, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ringing: queue.Queue[Callable[[], Any]] = queue.Queue()
-
-    def wait(timer: Any, _playing_s: float, _idle_s: float, silent: Any) -> None:
-        silent()
-        loop = asyncio.get_running_loop()
-        ringing.put(lambda: loop.call_soon_threadsafe(timer._ring))
-
-    monkeypatch.setattr("triton_omni_gateway.realtime.idle.IdleTimer.start", wait)
-    async with talk(gateway.base, audio=vad(idle_timeout_ms=5000)) as session:
-        await session.say("Hello.")
-        await session.asked("response.create", "response.done")
-        await session.append(SILENCE)
-        await session.asked("input_audio_buffer.clear", "input_audio_buffer.cleared")
-        ringing.get()()
-        await session.until("input_audio_buffer.timeout_triggered")
-        await session.until("response.done")
-    assert inputs_of(triton.requests[-1]).get("media") is None
-    assert [message["role"] for message in chat_of(triton.requests[-1])] == ["user", "assistant"]
 
 
 async def test_who_speaks_without_a_pause_is_answered_when_no_more_can_wait(triton: FakeTriton) -> None:

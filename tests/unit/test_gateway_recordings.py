@@ -40,7 +40,7 @@ async def settled() -> None:
 async def cut(data: bytes = MP3, **limits: Any) -> list[recordings.Window]:
     given = {"window_seconds": 1.5, "limit_seconds": 60, "cpu_seconds": 20, "at_once": 1, **limits}
     try:
-        return [window async for window in Cutter(**given).windows(data)]
+        return [window async for window in Cutter(**given).windows(data, "file")]
     finally:
         await settled()
 
@@ -83,8 +83,8 @@ time.sleep(3600)
 """
     program(monkeypatch, tmp_path, code)
     cutter = Cutter(1.5, 60, 20, at_once=1)
-    async with aclosing(cutter.windows(MP3)) as others:
-        async with aclosing(cutter.windows(MP3)) as windows:
+    async with aclosing(cutter.windows(MP3, "file")) as others:
+        async with aclosing(cutter.windows(MP3, "file")) as windows:
             assert (await anext(windows)).data == b"one"
             waiting = asyncio.ensure_future(anext(others))  # the one place is taken
             await settled()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from triton_omni_gateway.errors import bad_request
 
-from .config import FunctionTool, Json, NamedTool
+from .config import FunctionTool, Json, NamedTool, SoundFormat
 from .events import GivenItem, new_id
 
 _BYTES_A_TOKEN, _ITEM_TOKENS = 3, 20
@@ -36,7 +36,7 @@ class CallItem:
         """An estimate of its tokens in a prompt."""
         return _ITEM_TOKENS + self.size / _BYTES_A_TOKEN
 
-    def told(self, **_media: bool) -> Json:
+    def told(self, _sound_format: SoundFormat | None = None) -> Json:
         """The item as events show it."""
         head = {"id": self.item_id, "object": "realtime.item", "type": "function_call", "status": self.status}
         return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.arguments}
@@ -66,7 +66,7 @@ class OutputItem:
         """An estimate of its tokens in a prompt."""
         return _ITEM_TOKENS + self.size / _BYTES_A_TOKEN
 
-    def told(self, **_media: bool) -> Json:
+    def told(self, _sound_format: SoundFormat | None = None) -> Json:
         """The item as events show it."""
         head = {"id": self.item_id, "object": "realtime.item", "type": "function_call_output", "status": self.status}
         return {**head, "call_id": self.call_id, "output": self.output}

@@ -18,6 +18,7 @@ from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.request_log import note_forced_end
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
+from triton_omni_gateway.speech_to_text import SpeechToText
 from triton_omni_gateway.translate import check_model
 
 from .config import Json, given_of
@@ -42,12 +43,16 @@ class Realtime:
         settings: of the gateway.
         secrets: whose sessions begin configured.
         metrics: where sessions are counted.
+        speech_to_text: writes down what users say.
     """
 
-    def __init__(self, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics, speech_to_text: SpeechToText
+    ) -> None:
         self._settings = settings
         self._secrets = secrets
         self._metrics = metrics
+        self._speech_to_text = speech_to_text
         self._smart_turn = SmartTurn()
         self._open = 0
 
@@ -100,6 +105,7 @@ class Realtime:
             self._limits,
             outbox,
             smart_turn=self._smart_turn,
+            speech_to_text=self._speech_to_text,
             transcription_prompt=self._settings.transcription_prompt,
             models=self._settings.models,
             given=given,
@@ -168,9 +174,15 @@ async def _handle_message(session: Session, outbox: Outbox, text: bytes) -> None
         outbox.put(error_event(error, event_id))
 
 
-def add_realtime(app: FastAPI, settings: GatewaySettings, secrets: ClientSecrets, metrics: Metrics) -> None:
+def add_realtime(
+    app: FastAPI,
+    settings: GatewaySettings,
+    secrets: ClientSecrets,
+    metrics: Metrics,
+    speech_to_text: SpeechToText,
+) -> None:
     """Serve the Realtime API."""
-    realtime = Realtime(settings, secrets, metrics)
+    realtime = Realtime(settings, secrets, metrics, speech_to_text)
 
     @app.websocket(PATH)
     async def session(socket: WebSocket) -> None:

@@ -32,6 +32,12 @@ def heard_wav(pcm: bytes) -> bytes:
     return wav_header(len(pcm) // 2, HEARD_RATE) + pcm
 
 
+def encoded_input(pcm: bytes, sound_format: SoundFormat) -> bytes:
+    """Return PCM16 of the user's speech in the format of a session."""
+    encoder = _PcmEncoder(HEARD_RATE, sound_format)
+    return encoder.feed(pcm) + encoder.end()
+
+
 class Ear:
     """Sound of one format, cut anywhere, to PCM16 at 16 kHz."""
 
@@ -79,9 +85,7 @@ class Mouth:
     def __init__(self, sound_format: SoundFormat, speed: float = 1.0) -> None:
         self._tempo = None if speed == 1 else Tempo(speed)
         self._samples = 0
-        self._rate = sound_format.rate
-        self._encoder = None if isinstance(sound_format, PcmFormat) else _codec(sound_format.type, "w")
-        self._resampler = None if self._rate == SAMPLE_RATE else av.AudioResampler("s16", "mono", self._rate)
+        self._encoder = _PcmEncoder(SAMPLE_RATE, sound_format)
 
     @property
     def seconds(self) -> float:
@@ -95,19 +99,35 @@ class Mouth:
     def end(self) -> bytes:
         """Return what was kept back."""
         last = b"" if self._tempo is None else self._said(self._tempo.end())
-        return last if self._resampler is None else last + self._encoded(self._resampler.resample(None))
+        return last + self._encoder.end()
 
     def _said(self, samples: Waveform) -> bytes:
         self._samples += len(samples)
-        pcm = pcm16_from_waveform(samples)
+        return self._encoder.feed(pcm16_from_waveform(samples))
+
+
+class _PcmEncoder:
+    """PCM16 of one rate to bytes of a format."""
+
+    def __init__(self, rate: int, sound_format: SoundFormat) -> None:
+        self._rate = rate
+        self._codec = None if isinstance(sound_format, PcmFormat) else _codec(sound_format.type, "w")
+        self._resampler = None if rate == sound_format.rate else av.AudioResampler("s16", "mono", sound_format.rate)
+
+    def feed(self, pcm: bytes) -> bytes:
+        """Return the next bytes; a resampler keeps a moment back."""
         if self._resampler is None or not pcm:
             return pcm
-        return self._encoded(self._resampler.resample(_frame(pcm, SAMPLE_RATE)))
+        return self._encoded(self._resampler.resample(_frame(pcm, self._rate)))
+
+    def end(self) -> bytes:
+        """Return what was kept back."""
+        return b"" if self._resampler is None else self._encoded(self._resampler.resample(None))
 
     def _encoded(self, frames: Iterable[av.AudioFrame]) -> bytes:
-        if self._encoder is None:
+        if self._codec is None:
             return _bytes(frames)
-        return b"".join(bytes(packet) for frame in frames if frame.samples for packet in self._encoder.encode(frame))
+        return b"".join(bytes(packet) for frame in frames if frame.samples for packet in self._codec.encode(frame))
 
 
 def _codec(kind: str, mode: Literal["r", "w"]) -> AudioCodecContext:

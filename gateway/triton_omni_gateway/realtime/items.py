@@ -13,11 +13,12 @@ from typing import Literal, cast
 from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.translate import plain_base64
 
 from .calls import CallItem, OutputItem, made_call, needed
-from .config import Json
+from .config import Json, SoundFormat
 from .events import ROOT, GivenItem, Part, new_id
-from .formats import BYTES_A_MS, SHORTEST_MS, Ear, heard_wav
+from .formats import BYTES_A_MS, SHORTEST_MS, Ear, encoded_input, heard_wav
 from .limits import RealtimeLimits
 
 Role = Literal["system", "user", "assistant"]
@@ -61,14 +62,14 @@ class Content:
             return len(self.data) / BYTES_A_MS / 1000 * _AUDIO_TOKENS_A_SECOND
         return _IMAGE_TOKENS if self.kind == "input_image" else len(self.text.encode()) / _TEXT_BYTES_A_TOKEN
 
-    def told(self, *, with_data: bool) -> Json:
-        """The part as events show it; media only where they are asked for."""
+    def told(self, sound_format: SoundFormat | None) -> Json:
+        """The part as events show it; media only where the format of sound is given."""
         match self.kind:
             case "input_audio":
-                sound = {"audio": base64.b64encode(self.data).decode()} if with_data else {}
+                sound = {} if sound_format is None else {"audio": _base64(encoded_input(self.data, sound_format))}
                 return {"type": self.kind, "transcript": self.text or None, **sound}
             case "input_image":
-                url = f"data:{self.mime};base64,{base64.b64encode(self.data).decode()}" if with_data else None
+                url = None if sound_format is None else f"data:{self.mime};base64,{_base64(self.data)}"
                 return {"type": self.kind, "image_url": url, "detail": "auto"}
             case "output_audio":
                 return {"type": self.kind, "transcript": self.text}
@@ -94,9 +95,9 @@ class Item:
         """An estimate of its tokens in a prompt."""
         return _ITEM_TOKENS + sum(part.tokens for part in self.content)
 
-    def told(self, *, with_data: bool = False) -> Json:
-        """The item as events show it."""
-        content = [part.told(with_data=with_data) for part in self.content]
+    def told(self, sound_format: SoundFormat | None = None) -> Json:
+        """The item as events show it; media only where the format of sound is given."""
+        content = [part.told(sound_format) for part in self.content]
         head = {"id": self.item_id, "object": "realtime.item", "type": "message", "status": self.status}
         return {**head, "role": self.role, "content": content}
 
@@ -312,14 +313,18 @@ def _image(url: str, path: str) -> Content:
     return Content("input_image", data=decoded_base64(data, path), mime=head[len("data:") : -len(";base64")][:_SHOWN])
 
 
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 def decoded_base64(text: str, path: str) -> bytes:
-    """The bytes of a text in base64.
+    """The bytes of a text in base64, of a data URI, or with line breaks.
 
     Raises:
         GatewayError: 400, it is none.
     """
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(plain_base64(text), validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(
             f"Invalid value for '{path}': not base64: {error}.", param=path, code="invalid_value"

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from triton_omni_client import AsyncListening, Media
 from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.speech_to_text import SpeechToText
 from triton_omni_gateway.translate import check_model
 
 from . import events
@@ -45,6 +46,7 @@ class Session:
         limits: its bounds.
         outbox: where its events go.
         smart_turn: tells whether a sentence is finished.
+        speech_to_text: writes down what the user says.
         transcription_prompt: asks for the words of a sound.
         models: names that `model` may have.
         given: configuration that it begins with.
@@ -57,6 +59,7 @@ class Session:
         outbox: Outbox,
         *,
         smart_turn: SmartTurn,
+        speech_to_text: SpeechToText,
         transcription_prompt: str,
         models: tuple[str, ...],
         given: Mapping[str, Any],
@@ -71,7 +74,7 @@ class Session:
         self._config = checked_config(self._given, models)
         self._hearing = Hearing(limits, self._config.audio.input, self._listen)
         priority = BESIDE_REPLIES if self._answers_turns else None
-        self._transcriber = Transcriber(servers, outbox, transcription_prompt, priority)
+        self._transcriber = Transcriber(servers, outbox, speech_to_text, transcription_prompt, priority)
         self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
@@ -226,9 +229,11 @@ class Session:
         self._put(server_event("conversation.item.done", previous_item_id=before, item=item.told()))
         self._answers.drop(self._items.over_size())
 
-    def _retrieve(self, event: events.ItemRetrieve) -> None:
+    async def _retrieve(self, event: events.ItemRetrieve) -> None:
+        """Show an item with its media, which take long enough to encode to hold others up."""
         item = self._items.find(event.item_id)
-        self._put(server_event("conversation.item.retrieved", item=item.told(with_data=True)))
+        told = await asyncio.to_thread(item.told, self._config.audio.input.format)
+        self._put(server_event("conversation.item.retrieved", item=told))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
         item = self._items.find(event.item_id)

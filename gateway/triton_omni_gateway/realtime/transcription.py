@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Any, Final
 
-from triton_omni_client import Info, OmniClientError, TextDelta
+from triton_omni_client import OmniClientError
 from triton_omni_gateway.errors import GatewayError, Refusal, bad_request, broken
-from triton_omni_gateway.replies import token_counts, usage
-from triton_omni_gateway.transcription import listening_request
+from triton_omni_gateway.pool import PooledStream
+from triton_omni_gateway.speech_to_text import SpeechToText
+from triton_omni_gateway.transcription import Segment, listening_request, usage
 
-from .config import Json, Transcription
+from .config import Transcription
 from .events import server_event
 from .formats import heard_wav
 from .items import AnyItem, Item
@@ -32,12 +34,16 @@ class Transcriber:
     Args:
         servers: who is asked.
         outbox: where its events go.
+        speech_to_text: has the words of a sound.
         prompt: of the deployment, which asks for the words of a sound.
         priority: of its requests; None = that of replies.
     """
 
-    def __init__(self, servers: Servers, outbox: Outbox, prompt: str, priority: int | None) -> None:
-        self._servers, self._outbox, self._prompt, self._priority = servers, outbox, prompt, priority
+    def __init__(
+        self, servers: Servers, outbox: Outbox, speech_to_text: SpeechToText, prompt: str, priority: int | None
+    ) -> None:
+        self._servers, self._outbox, self._to_text = servers, outbox, speech_to_text
+        self._prompt, self._priority = prompt, priority
         self._one = asyncio.Semaphore(1)
         self._tasks: dict[AnyItem, asyncio.Task[None]] = {}
 
@@ -67,23 +73,29 @@ class Transcriber:
                 await self._stream(item, asked)
             except OmniClientError as error:
                 self._fail(item, await self._servers.explain(error, Refusal, item.item_id))
+            except GatewayError as error:  # the sound itself is refused
+                self._fail(item, error)
             except Exception:
                 logger.exception("the transcription of %s failed", item.item_id)
                 self._fail(item, broken(item.item_id))
 
     async def _stream(self, item: Item, asked: Transcription) -> None:
-        content, info = item.content[0], None
+        content, segments = item.content[0], list[Segment]()
         prompt = "\n\n".join([self._prompt, *_hints(asked)])
-        request = listening_request(heard_wav(content.data), prompt, item.item_id, priority=self._priority)
-        async with self._servers.stream(request) as stream:
-            async for delta in stream:
-                if isinstance(delta, TextDelta):
-                    content.text += delta.text
-                    self._put("delta", item, delta=delta.text)
-                    await self._outbox.room()
-                elif isinstance(delta, Info):
-                    info = delta
-        self._put("completed", item, transcript=content.text, usage=_usage(info))
+
+        def ask(sound: bytes, label: str) -> PooledStream:
+            return self._servers.stream(listening_request(sound, prompt, label, priority=self._priority))
+
+        path = f"{item.item_id}.content[0]"
+        async with aclosing(self._to_text.pieces(heard_wav(content.data), path, item.item_id, ask)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Segment):
+                    segments.append(piece)
+                    continue
+                content.text += piece
+                self._put("delta", item, delta=piece)
+                await self._outbox.room()
+        self._put("completed", item, transcript=content.text, usage=usage(segments))
 
     def _fail(self, item: AnyItem, error: GatewayError) -> None:
         told = {"type": error.kind, "code": error.code, "message": error.message, "param": error.param}
@@ -98,9 +110,3 @@ def _hints(asked: Transcription) -> Iterator[str]:
         yield f"These words may be said: {', '.join(asked.keywords)}."
     if asked.prompt:
         yield asked.prompt
-
-
-def _usage(info: Info | None) -> Json:
-    details = usage(info)["prompt_tokens_details"]
-    kinds = {kind: details.get(kind, 0) for kind in ("text_tokens", "audio_tokens")}
-    return {"type": "tokens", **token_counts(info), "input_token_details": kinds}
