@@ -27,7 +27,7 @@ from .request_log import note_end, note_error
 from .service import EVENTS, Gateway, traced
 from .settings import GatewaySettings
 from .transcription import Segment, Task, delta_event, done_event, listening_request, text_of, verbose, whole
-from .translate import check_model
+from .translate import served_model
 
 _TRIES = 20
 """How often a window after the first is asked for where the server has no free session: others of it are done."""
@@ -112,7 +112,7 @@ class Transcriber:
         http.state.naming = RECORDING_NAMES.told
         settings = self._settings
         form, data = await read_form(http, schema, settings.max_body_bytes, settings.body_timeout_s)
-        check_model(form.model, settings.models)
+        served_model(form.model, settings.models)
         return form, data
 
     async def _whole(self, asked: _Asked, language: str | None) -> Response:

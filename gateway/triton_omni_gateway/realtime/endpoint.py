@@ -17,7 +17,7 @@ from triton_omni_gateway.gate import refuse
 from triton_omni_gateway.metrics import Metrics
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
-from triton_omni_gateway.translate import check_model
+from triton_omni_gateway.translate import served_model
 
 from .config import Json, given_of
 from .door import PATH, SUBPROTOCOL
@@ -81,8 +81,7 @@ class Realtime:
         if secret.get("type", socket.query_params.get("intent")) == "transcription":
             return {"type": "transcription", **secret}  # the address may name OpenAI's models, as `transcription` may
         model = socket.query_params.get("model") or self._settings.models[0]
-        check_model(model, self._settings.models)
-        return {"model": model, **secret}
+        return {"model": served_model(model, self._settings.models), **secret}
 
     def _count(self, change: int) -> None:
         self._open += change
