@@ -112,7 +112,6 @@ def test_an_unknown_model_is_not_found(triton: FakeTriton, gateway: RunningGatew
         answer = gateway.post({**(SPEECH_BODY if path.endswith("speech") else BODY), "model": name}, path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert f"this gateway serves: {MODEL}, gpt-*, tts-*, whisper-*." in answer.json()["error"]["message"]
-    assert gateway.transcribe(model="llama-3").json()["error"]["code"] == "model_not_found"
     assert triton.requests == []
 
 
