@@ -32,11 +32,11 @@ from .realtime.secrets import ClientSecrets
 from .request_log import note_error
 from .schemas import ChatRequest, SpeechRequest
 from .service import Gateway
-from .settings import GatewaySettings
+from .settings import ANY_END, GatewaySettings
 from .speech_to_text import SpeechToText
 from .transcriber import Transcriber, TranscriptionRequest, TranslationRequest
 from .transcripts import Transcripts
-from .translate import check_model
+from .translate import served_model
 
 _BODIES: tuple[type[BaseModel], ...] = (ChatRequest, SpeechRequest, TranscriptionRequest, TranslationRequest)
 _SCHEMAS = "#/components/schemas/"
@@ -143,6 +143,7 @@ def _add_recording_routes(app: FastAPI) -> None:
 
 def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
     created = int(time.time())
+    whole = [name for name in settings.models if not name.endswith(ANY_END)]
 
     async def told(request: Request, names: Iterable[str]) -> list[dict[str, Any]]:
         voices = await _gateway(request).voices()
@@ -153,13 +154,12 @@ def _add_list_routes(app: FastAPI, settings: GatewaySettings) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """The names that `model` may have, with the voices that each speaks in."""
-        return {"object": "list", "data": await told(request, settings.models)}
+        return {"object": "list", "data": await told(request, whole)}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> dict[str, Any]:
         """One of them."""
-        check_model(name, settings.models)
-        return (await told(request, [name]))[0]
+        return (await told(request, [served_model(name, settings.models)]))[0]
 
 
 def _add_voice_route(app: FastAPI, settings: GatewaySettings) -> None:

@@ -184,7 +184,7 @@ def _add_addresses(parser: _Parser, default: GatewaySettings) -> None:
         metavar="SECONDS",
         help="how long to wait until a server is ready (default 30)",
     )
-    named = "name of the model; may be repeated (default: qwen2_5_omni)"
+    named = f"name of the model, or how names begin (NAME*); may be repeated (default: {' '.join(default.models)})"
     parser.add_argument("--model-name", action="append", metavar="NAME", help=named)
     spoken = "another name for a voice of the checkpoint; may be repeated (OpenAI's names mean its first voice)"
     parser.add_argument("--voice", type=_alias, action="append", default=[], metavar="NAME=VOICE", help=spoken)

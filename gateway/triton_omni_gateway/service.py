@@ -44,7 +44,7 @@ from .schemas import ChatRequest, SpeechRequest, parse
 from .settings import GatewaySettings
 from .sound import MEDIA_TYPES, SoundEncoder
 from .transcripts import Transcripts
-from .translate import chat_format, chat_request, check_model, check_priority, speech_format, speech_request
+from .translate import chat_format, chat_request, check_priority, served_model, speech_format, speech_request
 
 EVENTS = "text/event-stream"
 _LONGEST_TRACEPARENT = 64
@@ -162,12 +162,12 @@ class Gateway:
         """`POST /v1/chat/completions`."""
         chat = await self._read(http, ChatRequest)
         http.state.naming = chat_names(chat).told
-        check_model(chat.model, self._settings.models)
+        model = served_model(chat.model, self._settings.models)
         check_priority(chat.priority, self._settings.min_priority)
         spoken = self._spoken(chat) if chat.wants_audio and not chat.prefill_only else None
         asked = chat_request(chat, self._transcripts.find, http.state.request_id, http.state.caller)
         request = traced(await self._in_voice(asked), http)
-        head = Head(http.state.request_id.replace("req_", "chatcmpl-"), chat.model)
+        head = Head(http.state.request_id.replace("req_", "chatcmpl-"), model)
         if not chat.stream:
             return await self._whole_chat(http, request, head, spoken)
         include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
@@ -179,7 +179,7 @@ class Gateway:
         """`POST /v1/audio/speech`."""
         speech = await self._read(http, SpeechRequest)
         http.state.naming = SPEECH_NAMES.told
-        check_model(speech.model, self._settings.models)
+        served_model(speech.model, self._settings.models)
         sound_format = speech_format(speech.response_format)
         # Drawn here where the caller gave none: sound has no place but its headers to tell it, and they come first.
         seed = secrets.randbits(DRAWN_SEED_BITS) if speech.seed is None else speech.seed

@@ -27,6 +27,9 @@ OPENAI_VOICES = tuple(
     "alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split()  # noqa: SIM905
 )
 """Names that programs for OpenAI's API ask for; some allow no others."""
+ANY_END = "*"
+OPENAI_MODELS = ("gpt-*", "tts-*", "whisper-*")
+"""Names of OpenAI's models, which such programs ask for where they are told none."""
 
 
 class SettingsError(ValueError):
@@ -43,8 +46,9 @@ class GatewaySettings:
 
     triton_urls: tuple[str, ...] = ("localhost:8001",)
     """`HOST:PORT` of the gRPC endpoint of each Triton server; requests are spread over them."""
-    models: tuple[str, ...] = ("qwen2_5_omni",)
-    """Names that a request's `model` may have; all mean the server's one model."""
+    models: tuple[str, ...] = ("qwen2_5_omni", *OPENAI_MODELS)
+    """Names that a request's `model` may have; all mean the server's one model. `gpt-*` stands for every name that
+    begins so; the first is a whole name, which answers tell for such ones."""
     voices: Mapping[str, str | None] = field(default_factory=lambda: dict.fromkeys(OPENAI_VOICES))
     """Voices of the checkpoint by other names for them; None = its first one. Its own names go before these."""
     min_priority: int = 0
@@ -103,6 +107,9 @@ class GatewaySettings:
             raise SettingsError("--url names no Triton server")
         if not self.models or not all(self.models):
             raise SettingsError("--model-name must not be empty")
+        if self.models[0].endswith(ANY_END):
+            said = "the first --model-name is told in answers, so it must be a whole name"
+            raise SettingsError(f"{said} (got {self.models[0]!r})")
         if self.min_priority not in PRIORITIES:
             raise SettingsError(f"--min-priority must be {PRIORITIES[0]} to {PRIORITIES[-1]} (got {self.min_priority})")
         for origin in self.origins:

@@ -25,7 +25,7 @@ from .service import EVENTS, Gateway, traced
 from .settings import GatewaySettings
 from .speech_to_text import SpeechToText
 from .transcription import Segment, Task, delta_event, done_event, listening_request, text_of, verbose, whole
-from .translate import check_model
+from .translate import served_model
 
 _EMPTY = Annotated[list[Any], Field(max_length=0)]
 
@@ -91,7 +91,7 @@ class Transcriber:
         http.state.naming = RECORDING_NAMES.told
         settings = self._settings
         form, data = await read_form(http, schema, settings.max_body_bytes, settings.body_timeout_s)
-        check_model(form.model, settings.models)
+        served_model(form.model, settings.models)
         return form, data
 
     async def _whole(self, asked: _Asked, language: str | None) -> Response:

@@ -17,7 +17,7 @@ from triton_omni_client.messages import Modality
 from .errors import GatewayError, bad_request
 from .field_names import MEDIA_VALUES
 from .schemas import AudioOptions, ChatRequest, Message, SpeechRequest
-from .settings import TEXT_MARK
+from .settings import ANY_END, TEXT_MARK
 from .sound import SoundFormat
 
 FindTranscript = Callable[[str], str | None]
@@ -36,15 +36,25 @@ _PART_TYPES = ("text", *MEDIA_VALUES)
 """The server's other ones take media that are sent beside the messages, for which HTTP has no place."""
 
 
-def check_model(name: str, served: tuple[str, ...]) -> None:
-    """Refuse a model that is not served.
+def served_model(name: str, served: tuple[str, ...]) -> str:
+    """The name by which an answer tells its model.
+
+    Args:
+        name: what the caller asks for.
+        served: names of the model; see `GatewaySettings.models`.
+
+    Returns:
+        `name` where it is one of them, the first of them where it only begins like one.
 
     Raises:
         GatewayError: 404, with the names there are.
     """
-    if name not in served:
-        said = f"The model {name[:80]!a} does not exist; this gateway serves: {', '.join(served)}."
-        raise GatewayError(404, said, code="model_not_found", param="model")
+    if name in served and not name.endswith(ANY_END):
+        return name
+    if name.startswith(tuple(begin.removesuffix(ANY_END) for begin in served if begin.endswith(ANY_END))):
+        return served[0]
+    said = f"The model {name[:80]!a} does not exist; this gateway serves: {', '.join(served)}."
+    raise GatewayError(404, said, code="model_not_found", param="model")
 
 
 def check_priority(asked: int | None, least: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmodified clients of OpenAI's API, told nothing but the gateway's address, a key and the model's name."""
+"""Unmodified clients of OpenAI's API, told nothing but the gateway's address and a key, and some the model's name."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ SHORTEST, LONGEST = 0.6, 3.0
 """Seconds in which the sentence about the sky is said."""
 WHOLE_STORY = 12.0
 """Seconds that a story takes, and more."""
+README = ROOT / "gateway" / "README.md"
+NAMED = re.compile(r"tests/frameworks/clients/(\w+\.\w+)")
+"""A program that it names."""
 LEFT_SPEECH = 'omni_gateway_requests_total{endpoint="/v1/audio/speech",status="499"}'
 """Speech that was cut off by its caller."""
 
@@ -87,7 +90,16 @@ def is_interrupted(agent: Callable[[], Any], gateway: RunningGateway) -> Any:
 
 def test_the_readme_names_every_program() -> None:
     programs = {path.name for path in PROGRAMS.iterdir()}
-    readme = (ROOT / "gateway" / "README.md").read_text()
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    assert set(re.findall(r"tests/frameworks/clients/(\w+\.\w+)", readme)) == programs
+    assert set(NAMED.findall(README.read_text())) == programs
     assert set(re.findall(r'"(\w+\.(?:py|mjs))"', tests)) == programs
+
+
+def test_the_readme_shows_lines_that_its_programs_have() -> None:
+    rows = [line.split("|") for line in README.read_text().splitlines() if line.startswith("|") and NAMED.search(line)]
+    assert len(rows) > 1
+    for _, client, shown, tried, _ in rows:
+        programs = [(PROGRAMS / name).read_text() for name in NAMED.findall(tried)]
+        had = {line.strip() for program in programs for line in program.splitlines()}
+        assert re.fullmatch(r" `[^`]+`(<br>`[^`]+`)* ", shown), client
+        assert set(re.findall(r"`([^`]+)`", shown)) <= had, client

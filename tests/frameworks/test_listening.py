@@ -8,8 +8,9 @@ import pytest
 from frameworks.test_clients import LONGEST, SHORTEST, SKY, Run
 
 
-def test_openai_for_python_transcribes(run: Run, question: str) -> None:
-    told = run("openai_transcriptions.py")
+@pytest.mark.parametrize("program", ["openai_transcriptions.py", "openai_transcriptions.mjs"])
+def test_openai_transcribes(run: Run, question: str, program: str) -> None:
+    told = run(program)
     assert told["json"] == told["text"].strip() == told["verbose"] == told["pieces"] == told["streamed"] == question
     assert SHORTEST < told["seconds"] < LONGEST
     assert told["translated"]

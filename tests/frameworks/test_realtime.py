@@ -28,15 +28,16 @@ def test_openai_for_python(run: Run, question: str) -> None:
     assert is_the_sky(told["spoken"])
 
 
-async def test_openai_for_node(gateway: RunningGateway, tmp_path: Path) -> None:
+async def test_openai_for_node(gateway: RunningGateway, question: str, tmp_path: Path) -> None:
     """It knows no address without TLS."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "authority.pem")
     trust = {"NODE_EXTRA_CA_CERTS": str(tmp_path / "authority.pem")}
     async with run_tls_proxy(gateway.base, authority) as address:
         told = await asyncio.to_thread(run_program, "openai_realtime.mjs", address, tmp_path, **trust)
-    assert is_the_sky(told["native"])
-    assert is_the_sky(told["ws"])
+    for socket in ("native", "ws"):
+        assert is_the_sky(told[socket]["written"])
+        assert is_the_sky(told[socket]["spoken"])
 
 
 def test_pipecat(run: Run, question: str) -> None:
@@ -72,11 +73,19 @@ def test_livekit_transcribes(run: Run, question: str) -> None:
     assert run("livekit_realtime_stt.py") == [question, SKY]
 
 
-@pytest.mark.parametrize(
-    "program", ["openai_realtime_tools.py", "pipecat_realtime_tools.py", "livekit_realtime_tools.py"]
-)
+@pytest.mark.parametrize("program", ["openai_realtime_tools.py", "pipecat_realtime_tools.py"])
 def test_tools(run: Run, program: str) -> None:
-    told = run(program)
+    assert_called(run(program))
+
+
+def test_livekit_speaks_after_a_call(run: Run) -> None:
+    told = run("livekit_realtime_tools.py")
+    assert_called(told)
+    assert told["seconds"] > SHORTEST
+
+
+def assert_called(told: dict[str, Any]) -> None:
+    """The model called the function once, and answered."""
     assert len(told["cities"]) == 1
     assert told["cities"][0] in CITIES
     assert told["answer"]

@@ -14,8 +14,9 @@ from frameworks.test_clients import Run
 CITIES = ("Paris", "Rome")
 
 
-def test_openai_for_python(run: Run) -> None:
-    told = run("openai_tools.py")
+@pytest.mark.parametrize("program", ["openai_tools.py", "openai_tools.mjs"])
+def test_openai(run: Run, program: str) -> None:
+    told = run(program)
     assert told["name"] == told["streamed"] == "get_weather"
     assert told["arguments"] == told["streamed_arguments"]
     assert told["arguments"]["city"] in CITIES

@@ -18,7 +18,7 @@ from triton_omni_client.protocol import to_grpc
 from triton_omni_gateway.errors import GatewayError, from_client
 from triton_omni_gateway.json_bounds import MAX_TOKENS
 from triton_omni_gateway.schemas import MAX_ITEMS, ChatRequest, SpeechRequest, parse
-from triton_omni_gateway.translate import chat_format, chat_request, check_model, speech_request
+from triton_omni_gateway.translate import chat_format, chat_request, served_model, speech_request
 
 BOUNDS = Bounds(seconds=1.0, mebibytes=16.0)
 VALID = as_json(
@@ -141,7 +141,7 @@ def test_a_long_chat_of_many_parts_is_taken() -> None:
 def test_control_characters_are_escaped_in_a_refusal(change: dict[str, Any]) -> None:
     def call(body: bytes) -> Any:
         chat = parse(ChatRequest, body)
-        check_model(chat.model, ("m",))
+        served_model(chat.model, ("m",))
         chat_format(chat.audio, stream=False)
         return chat_request(chat, lambda _: None, "id")
 

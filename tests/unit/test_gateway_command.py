@@ -39,7 +39,7 @@ def test_defaults_are_loopback_and_open() -> None:
 def test_options_become_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\n  one  \ntwo\n")
-    options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b --max-requests 3"
+    options = "--port 0 --url triton:9001 --url other:9001 --model-name a --model-name b-* --max-requests 3"
     options += " --max-body-mib 2 --grace 4 --min-priority -100 --max-connections 5 --max-peer-connections 4"
     options += " --allow-host Omni.lan --allow-host gateway --voice nova=Ethan --voice robot=Chelsie"
     options += " --allow-origin https://app.example --allow-origin http://localhost:3000"
@@ -48,7 +48,7 @@ def test_options_become_settings(tmp_path: Path) -> None:
     command = parse_command([*options.split(), "--speech-prompt", "Say {input}", "--api-keys", str(keys)])
     assert command.settings == GatewaySettings(
         triton_urls=("triton:9001", "other:9001"),
-        models=("a", "b"),
+        models=("a", "b-*"),
         min_priority=-100,
         max_requests=3,
         max_body_bytes=2 << 20,
@@ -119,6 +119,7 @@ def test_an_empty_source_of_keys_does_not_open_the_gateway(text: str, tmp_path: 
         (["--allow-origin", "app.example"], "--allow-origin must be SCHEME://HOST"),
         (["--allow-origin", "https://app.example/"], "got 'https://app.example/'"),
         (["--model-name", ""], "--model-name"),
+        (["--model-name", "gpt-*", "--model-name", "omni"], "it must be a whole name (got 'gpt-*')"),
         (["--transcription-prompt", ""], "--transcription-prompt and --translation-prompt must not be empty"),
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: cannot be read: No such file or directory\n"),
     ],

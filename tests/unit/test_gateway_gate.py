@@ -19,6 +19,7 @@ from triton_omni_gateway import gate
 from triton_omni_gateway.keys import ApiKeys
 
 BODY = {"model": MODEL, "messages": USER}
+SPEECH_BODY = {"model": MODEL, "input": "hi"}
 KEYS = ApiKeys(["first", "second"])
 JSON = "Content-Type: application/json\r\n"
 
@@ -107,11 +108,28 @@ def test_models_of_a_server_that_is_gone_are_listed_without_voices() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/audio/speech"])
 def test_an_unknown_model_is_not_found(triton: FakeTriton, gateway: RunningGateway, path: str) -> None:
-    body = {"model": "gpt-4o", "input": "hi"} if path.endswith("speech") else {**BODY, "model": "gpt-4o"}
-    answer = gateway.post(body, path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert MODEL in answer.json()["error"]["message"]
+    for name in ("llama-3", "gpt", "my-gpt-4o"):
+        answer = gateway.post({**(SPEECH_BODY if path.endswith("speech") else BODY), "model": name}, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert f"this gateway serves: {MODEL}, gpt-*, tts-*, whisper-*." in answer.json()["error"]["message"]
     assert triton.requests == []
+
+
+def test_openai_s_names_mean_the_served_model_which_answers_tell(gateway: RunningGateway) -> None:
+    assert gateway.chat(model="gpt-4.1").model == MODEL
+    assert {chunk.model for chunk in gateway.chat(model="gpt-audio-mini", stream=True)} == {MODEL}
+    assert gateway.post({**SPEECH_BODY, "model": "tts-1"}, "/v1/audio/speech").status_code == 200
+    assert gateway.transcribe(model="whisper-1").status_code == 200
+    assert gateway.openai.models.retrieve("gpt-4.1").id == MODEL
+    assert [model.id for model in gateway.openai.models.list()] == [MODEL]
+
+
+def test_a_gateway_that_is_given_names_knows_no_others(triton: FakeTriton) -> None:
+    with run_gateway(triton.url, models=("omni", "gpt-4.1")) as gateway:
+        assert gateway.chat(model="gpt-4.1").model == "gpt-4.1"
+        for name in ("gpt-4o", "gpt-4.1-mini", MODEL):
+            with pytest.raises(openai.NotFoundError, match=r"serves: omni, gpt-4\.1\."):
+                gateway.chat(model=name)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/audio/speech", 405)])

@@ -402,3 +402,14 @@ async def test_a_gateway_that_stops_tells_its_sessions(gateway: RunningGateway) 
 async def test_a_model_that_is_not_named_is_the_first(gateway: RunningGateway) -> None:
     async with connect(url_of(gateway)) as socket:
         assert (await event_of(socket, "session.created"))["session"]["model"] == MODEL
+
+
+async def test_openai_s_names_mean_the_served_model_which_sessions_tell(gateway: RunningGateway) -> None:
+    async with talk(gateway.base, model="gpt-realtime") as session:
+        assert session.seen[0].session.model == MODEL
+        update = {"type": "realtime", "model": "gpt-realtime-2.1"}
+        assert (await session.asked("session.update", "session.updated", session=update)).session.model == MODEL
+    made = gateway.openai.realtime.client_secrets.create(session={"type": "realtime", "model": "gpt-realtime"})
+    assert made.session.model == MODEL  # type: ignore[union-attr]
+    async with talk(gateway.base, key=made.value) as session:
+        assert session.seen[0].session.model == MODEL

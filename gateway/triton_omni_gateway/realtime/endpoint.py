@@ -19,7 +19,7 @@ from triton_omni_gateway.request_log import note_forced_end
 from triton_omni_gateway.schemas import parse
 from triton_omni_gateway.settings import GatewaySettings
 from triton_omni_gateway.speech_to_text import SpeechToText
-from triton_omni_gateway.translate import check_model
+from triton_omni_gateway.translate import served_model
 
 from .config import Json, given_of
 from .door import PATH, SUBPROTOCOL
@@ -89,8 +89,7 @@ class Realtime:
             given = {"type": "transcription", **secret}
         else:
             model = socket.query_params.get("model") or self._settings.models[0]
-            check_model(model, self._settings.models)
-            given = {"model": model, **secret}
+            given = {"model": served_model(model, self._settings.models), **secret}
         checked_config(given, self._settings.models)
         return given
 

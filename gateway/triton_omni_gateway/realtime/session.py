@@ -14,7 +14,7 @@ from typing import Any, cast
 from triton_omni_client import AsyncListening, Media
 from triton_omni_gateway.errors import GatewayError, bad_request
 from triton_omni_gateway.speech_to_text import SpeechToText
-from triton_omni_gateway.translate import check_model
+from triton_omni_gateway.translate import served_model
 
 from . import events
 from .answers import Answers
@@ -346,6 +346,6 @@ def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> Session
     kind = TranscriptionConfig if given.get("type") == "transcription" else SessionConfig
     config = kind.model_validate(given)
     if isinstance(config, SessionConfig) and config.model is not None:
-        check_model(config.model, models)
+        config = config.model_copy(update={"model": served_model(config.model, models)})
     check_detection(config.audio.input.turn_detection)
     return config

@@ -3,11 +3,13 @@
 
 import json
 
+from address import KEY, URL
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
 
+model = ChatOpenAI(base_url=URL, api_key=KEY, model="qwen2_5_omni")
 prompt = ChatPromptTemplate.from_messages([("human", "What color is the {thing}?")])
-chain = prompt | ChatOpenAI(model="qwen2_5_omni") | StrOutputParser()
+chain = prompt | model | StrOutputParser()
 pieces = list(chain.stream({"thing": "sky"}))
 print(json.dumps({"text": chain.invoke({"thing": "sky"}), "streamed": "".join(pieces), "pieces": len(pieces)}))

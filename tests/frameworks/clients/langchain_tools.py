@@ -21,6 +21,7 @@ model = ChatOpenAI(model=MODEL)
 messages = [HumanMessage("What is the weather in Paris?")]
 messages.append(model.bind_tools([get_weather], tool_choice="any", strict=True).invoke(messages))
 messages += [get_weather.invoke(call) for call in messages[-1].tool_calls]
-answer = model.bind_tools([get_weather]).invoke(messages)
+model = model.bind_tools([get_weather])
+answer = model.invoke(messages)
 results = [said.content for said in messages[2:]]
 print(json.dumps({"calls": messages[1].tool_calls, "results": results, "answer": answer.content}))

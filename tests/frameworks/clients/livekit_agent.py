@@ -8,11 +8,9 @@ from livekit.agents import Agent, AgentSession
 from livekit.plugins import openai
 from livekit_room import Speaker
 
-MODEL = "qwen2_5_omni"
-
 
 async def main():
-    session = AgentSession(llm=openai.LLM(model=MODEL), tts=openai.TTS(model=MODEL))
+    session = AgentSession(llm=openai.LLM(), tts=openai.TTS())
     speaker = session.output.audio = Speaker()
     heard, played = {}, []
     speaker.on("playback_finished", lambda event: played.append(event.playback_position))

@@ -8,15 +8,15 @@ import asyncio
 import json
 import wave
 
+from address import KEY, URL
 from livekit.agents import Agent, AgentSession
 from livekit.plugins import openai
 from livekit_room import Microphone, Speaker
 
-MODEL = "qwen2_5_omni"
-
 
 async def main():
-    session = AgentSession(llm=openai.realtime.RealtimeModel(model=MODEL))
+    llm = openai.realtime.RealtimeModel(base_url=URL, api_key=KEY)
+    session = AgentSession(llm=llm)
     microphone = session.input.audio = Microphone()
     speaker = session.output.audio = Speaker()
     said = asyncio.Queue()

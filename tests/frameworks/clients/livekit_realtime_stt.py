@@ -5,16 +5,16 @@ import asyncio
 import json
 import wave
 
+from address import KEY, URL
 from livekit.agents import Agent, AgentSession
 from livekit.agents.utils import http_context
 from livekit.plugins import openai
 from livekit_room import Microphone
 
-MODEL = "qwen2_5_omni"
-
 
 async def main():
-    session = AgentSession(stt=openai.STT(use_realtime=True), llm=openai.LLM(model=MODEL), vad=None)
+    stt = openai.STT(base_url=URL, api_key=KEY, use_realtime=True)
+    session = AgentSession(stt=stt, llm=openai.LLM(base_url=URL, api_key=KEY), vad=None)
     with wave.open("question.wav") as file:
         session.input.audio = Microphone(file.readframes(file.getnframes()))
     said = asyncio.Queue()

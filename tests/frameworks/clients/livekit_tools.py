@@ -8,11 +8,9 @@ from livekit.agents import AgentSession
 from livekit.plugins import openai
 from livekit_weather import CITIES, Assistant
 
-MODEL = "qwen2_5_omni"
-
 
 async def main():
-    session = AgentSession(llm=openai.LLM(model=MODEL))
+    session = AgentSession(llm=openai.LLM())
     await session.start(Assistant())
     reply = session.generate_reply(user_input="What is the weather in Paris?", tool_choice="required")
     await reply.wait_for_playout()

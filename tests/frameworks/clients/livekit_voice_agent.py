@@ -5,12 +5,11 @@ import asyncio
 import json
 import wave
 
+from address import KEY, URL
 from livekit.agents import Agent, AgentSession
 from livekit.agents.voice import io
 from livekit.plugins import openai
 from livekit_room import Microphone
-
-MODEL = "qwen2_5_omni"
 
 
 class Speaker(io.AudioOutput):
@@ -33,7 +32,10 @@ class Speaker(io.AudioOutput):
 
 
 async def main():
-    session = AgentSession(stt=openai.STT(model=MODEL), llm=openai.LLM(model=MODEL), tts=openai.TTS(model=MODEL))
+    stt = openai.STT(base_url=URL, api_key=KEY)
+    llm = openai.LLM(base_url=URL, api_key=KEY)
+    tts = openai.TTS(base_url=URL, api_key=KEY)
+    session = AgentSession(stt=stt, llm=llm, tts=tts)
     with wave.open("question.wav") as file:
         session.input.audio = Microphone(file.readframes(file.getnframes()))
     speaker = session.output.audio = Speaker()

@@ -21,7 +21,6 @@ def get_weather(city: Literal["Paris", "Rome"]) -> str:
 agent = Agent(
     name="Assistant",
     instructions="You are a helpful assistant.",
-    model="qwen2_5_omni",
     tools=[get_weather],
     model_settings=ModelSettings(tool_choice="required"),
 )

@@ -5,14 +5,15 @@ import base64
 import json
 from pathlib import Path
 
+from address import KEY, URL
 from openai import OpenAI
 
-client = OpenAI()
-chat = {"model": "qwen2_5_omni", "messages": [{"role": "user", "content": "What color is the sky?"}]}
-reply = client.chat.completions.create(**chat)
-chunks = client.chat.completions.create(**chat, stream=True)
+client = OpenAI(base_url=URL, api_key=KEY)
+messages = [{"role": "user", "content": "What color is the sky?"}]
+reply = client.chat.completions.create(model="qwen2_5_omni", messages=messages)
+chunks = client.chat.completions.create(model="qwen2_5_omni", messages=messages, stream=True)
 spoken = client.chat.completions.create(
-    **chat, modalities=["text", "audio"], audio={"voice": "alloy", "format": "mp3"}
+    model="qwen2_5_omni", messages=messages, modalities=["text", "audio"], audio={"voice": "alloy", "format": "mp3"}
 ).choices[0]
 Path("reply.mp3").write_bytes(base64.b64decode(spoken.message.audio.data))
 print(

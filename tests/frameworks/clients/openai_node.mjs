@@ -4,11 +4,14 @@
 import { writeFile } from "node:fs/promises";
 import OpenAI from "openai";
 
-const client = new OpenAI();
-const chat = { model: "qwen2_5_omni", messages: [{ role: "user", content: "What color is the sky?" }] };
-const reply = await client.chat.completions.create(chat);
+const { OPENAI_BASE_URL: URL, OPENAI_API_KEY: KEY } = process.env;
+delete process.env.OPENAI_BASE_URL;
+delete process.env.OPENAI_API_KEY;
+const client = new OpenAI({ baseURL: URL, apiKey: KEY });
+const messages = [{ role: "user", content: "What color is the sky?" }];
+const reply = await client.chat.completions.create({ model: "qwen2_5_omni", messages });
 let streamed = "";
-for await (const chunk of await client.chat.completions.create({ ...chat, stream: true })) {
+for await (const chunk of await client.chat.completions.create({ model: "qwen2_5_omni", messages, stream: true })) {
   streamed += chunk.choices[0]?.delta?.content ?? "";
 }
 const speech = await client.audio.speech.create({

@@ -14,8 +14,6 @@ from pipecat.services.openai.llm import OpenAILLMService
 from pipecat.services.openai.tts import OpenAITTSService
 from pipecat.workers.runner import WorkerRunner
 
-MODEL = "qwen2_5_omni"
-
 
 class Listener(FrameProcessor):
     """Stands where a transport's output would, and hears what it would play."""
@@ -37,10 +35,8 @@ class Listener(FrameProcessor):
 
 
 async def main():
-    llm = OpenAILLMService(
-        settings=OpenAILLMService.Settings(model=MODEL, system_instruction="You are a helpful assistant.")
-    )
-    tts = OpenAITTSService(settings=OpenAITTSService.Settings(model=MODEL))
+    llm = OpenAILLMService(settings=OpenAILLMService.Settings(system_instruction="You are a helpful assistant."))
+    tts = OpenAITTSService()
     context, listener = LLMContext(), Listener()
     user, assistant = LLMContextAggregatorPair(context)
     worker = PipelineWorker(Pipeline([user, llm, tts, listener, assistant]))

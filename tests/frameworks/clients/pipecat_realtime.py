@@ -6,9 +6,9 @@ The server finds the turns.
 
 import asyncio
 import json
-import os
 import wave
 
+from address import KEY, WS_URL
 from pipecat.frames.frames import InputAudioRawFrame, LLMRunFrame
 from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineWorker
@@ -19,7 +19,6 @@ from pipecat.transports.base_output import BaseOutputTransport
 from pipecat.transports.base_transport import TransportParams
 from pipecat.workers.runner import WorkerRunner
 
-MODEL = "qwen2_5_omni"
 RATE = 16000
 PIECE = RATE // 50
 
@@ -54,11 +53,7 @@ async def speak(worker, samples):
 
 async def converse(message, *, interrupts):
     """Both replies of a session that a message begins, and that the spoken question goes on with, at once or later."""
-    llm = OpenAIRealtimeLLMService(
-        api_key=os.environ["OPENAI_API_KEY"],
-        base_url=os.environ["OPENAI_BASE_URL"].replace("http", "ws", 1) + "/realtime",
-        settings=OpenAIRealtimeLLMService.Settings(model=MODEL, system_instruction="You are a helpful assistant."),
-    )
+    llm = OpenAIRealtimeLLMService(base_url=WS_URL, api_key=KEY)
     player = Player()
     user, assistant = LLMContextAggregatorPair(LLMContext([message]))
     worker = PipelineWorker(Pipeline([user, llm, player, assistant]))

@@ -3,9 +3,9 @@
 
 import asyncio
 import json
-import os
 import wave
 
+from address import KEY, WS_URL
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import InputAudioRawFrame
 from pipecat.pipeline.pipeline import Pipeline
@@ -27,10 +27,8 @@ async def speak(worker, samples):
         await asyncio.sleep(PIECE / RATE)
 
 
-async def hear(vad_analyzer, **options):
+async def hear(stt, vad_analyzer):
     """The question as the service hears it."""
-    base_url = os.environ["OPENAI_BASE_URL"].replace("http", "ws", 1) + "/realtime"
-    stt = OpenAIRealtimeSTTService(api_key=os.environ["OPENAI_API_KEY"], base_url=base_url, **options)
     user, _ = LLMContextAggregatorPair(LLMContext(), user_params=LLMUserAggregatorParams(vad_analyzer=vad_analyzer))
     worker = PipelineWorker(Pipeline([stt, user]))
     runner = WorkerRunner()
@@ -53,8 +51,10 @@ async def hear(vad_analyzer, **options):
 
 
 async def main():
-    by_the_client = await hear(SileroVADAnalyzer())
-    by_the_server = await hear(None, turn_detection={"type": "server_vad"})
+    stt = OpenAIRealtimeSTTService(base_url=WS_URL, api_key=KEY)
+    by_the_client = await hear(stt, SileroVADAnalyzer())
+    stt = OpenAIRealtimeSTTService(base_url=WS_URL, api_key=KEY, turn_detection={"type": "server_vad"})
+    by_the_server = await hear(stt, None)
     print(json.dumps([by_the_client, by_the_server]))
 
 

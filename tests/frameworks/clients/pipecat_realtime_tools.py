@@ -3,16 +3,14 @@
 
 import asyncio
 import json
-import os
 
+from address import KEY, WS_URL
 from pipecat.frames.frames import LLMUpdateSettingsFrame
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.services.openai.realtime.events import SessionProperties
 from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat_weather import ask
 from weather import FUNCTION
-
-MODEL = "qwen2_5_omni"
 
 
 def properties(tool_choice):
@@ -22,11 +20,8 @@ def properties(tool_choice):
 
 
 async def main():
-    llm = OpenAIRealtimeLLMService(
-        api_key=os.environ["OPENAI_API_KEY"],
-        base_url=os.environ["OPENAI_BASE_URL"].replace("http", "ws", 1) + "/realtime",
-        settings=OpenAIRealtimeLLMService.Settings(model=MODEL, session_properties=properties("required")),
-    )
+    settings = OpenAIRealtimeLLMService.Settings(session_properties=properties("required"))
+    llm = OpenAIRealtimeLLMService(base_url=WS_URL, api_key=KEY, settings=settings)
     context = LLMContext([{"role": "user", "content": "What is the weather in Paris?"}])
 
     async def forbid_calls():

@@ -10,11 +10,9 @@ from pipecat.services.openai.llm import OpenAILLMService
 from pipecat_weather import ask
 from weather import FUNCTION
 
-MODEL = "qwen2_5_omni"
-
 
 async def main():
-    llm = OpenAILLMService(settings=OpenAILLMService.Settings(model=MODEL))
+    llm = OpenAILLMService()
     weather = {"type": "function", "function": FUNCTION}
     tools = ToolsSchema(standard_tools=[], custom_tools={AdapterType.OPENAI: [weather]})
     context = LLMContext([{"role": "user", "content": "What is the weather in Paris?"}], tools, "required")

@@ -7,6 +7,7 @@ import asyncio
 import json
 import wave
 
+from address import KEY, URL
 from pipecat.audio.vad.silero import SileroVADAnalyzer
 from pipecat.frames.frames import InputAudioRawFrame, TTSAudioRawFrame
 from pipecat.pipeline.pipeline import Pipeline
@@ -19,7 +20,6 @@ from pipecat.services.openai.stt import OpenAISTTService
 from pipecat.services.openai.tts import OpenAITTSService
 from pipecat.workers.runner import WorkerRunner
 
-MODEL = "qwen2_5_omni"
 RATE = 16000
 PIECE = RATE // 50
 
@@ -47,9 +47,9 @@ async def speak(worker, samples):
 
 
 async def main():
-    stt = OpenAISTTService(settings=OpenAISTTService.Settings(model=MODEL))
-    llm = OpenAILLMService(settings=OpenAILLMService.Settings(model=MODEL))
-    tts = OpenAITTSService(settings=OpenAITTSService.Settings(model=MODEL))
+    stt = OpenAISTTService(base_url=URL, api_key=KEY)
+    llm = OpenAILLMService(base_url=URL, api_key=KEY)
+    tts = OpenAITTSService(base_url=URL, api_key=KEY)
     listener = Listener()
     user, assistant = LLMContextAggregatorPair(
         LLMContext(), user_params=LLMUserAggregatorParams(vad_analyzer=SileroVADAnalyzer())
