@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import base64
 import os
-import re
 import time
 import wave
 from collections import defaultdict
@@ -35,6 +34,7 @@ import httpx
 import openai
 
 from triton_omni_client.bench.statistics import percentile
+from triton_omni_client.bench.triton_metrics import samples
 
 RATE = 24_000
 PIECE_S = 0.02
@@ -51,7 +51,6 @@ KINDS = {
 """What is measured."""
 LONGEST_S = 120.0
 """How long a user waits for an event."""
-_SESSIONS = re.compile(r"^omni_sessions(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class Times:
@@ -181,7 +180,7 @@ class User:
 async def _idle(url: str) -> float:
     """Return when no stage has a session."""
     async with httpx.AsyncClient() as client:
-        while any(map(float, _SESSIONS.findall((await client.get(url)).text))):
+        while any(value for name, _, value in samples((await client.get(url)).text) if name == "omni_sessions"):
             pass
     return time.monotonic()
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +126,10 @@ def test_a_machine_without_a_driver_says_so() -> None:
         Nvml(FakeNvml(unsupported=("nvmlInit",)))
 
 
-def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    with pytest.raises(NvmlError, match=r"pip install nvidia-ml-py"):
+@pytest.mark.parametrize(("module", "package"), [("pynvml", "nvidia-ml-py"), ("psutil", "psutil")])
+def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(NvmlError, match=rf"^{package} is not installed \(pip install nvidia-ml-py psutil\)$"):
         Nvml()
 
 
@@ -139,12 +141,11 @@ def test_the_library_has_what_is_asked_of_it() -> None:
     assert {"pid", "timeStamp", "smUtil"} <= {name for name, _ in library.c_nvmlProcessUtilizationSample_t._fields_}
 
 
-def test_a_process_belongs_to_the_stage_that_its_command_line_names(tmp_path: Path) -> None:
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "cmdline").write_bytes(b"triton_python_backend_stub\0/models/token2wav/1/model.py\0")
-    (tmp_path / "8").mkdir()
-    (tmp_path / "8" / "cmdline").write_bytes(b"tritonserver\0")
-    assert [stage_of(pid, tmp_path) for pid in (7, 8, 9)] == ["token2wav", OTHER, OTHER]
+def test_a_process_belongs_to_the_stage_that_its_command_line_names() -> None:
+    command = ["cat", "/models/token2wav/1/model.py", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as stub:
+        assert (stage_of(stub.pid), stage_of(os.getpid())) == ("token2wav", OTHER)
+    assert stage_of(stub.pid) == OTHER
 
 
 def test_a_monitor_gives_mean_and_peak_since_the_last_time() -> None:

@@ -271,7 +271,7 @@ async def test_a_task_that_is_cancelled_while_its_media_are_shared_leaves_nothin
 def test_only_what_may_go_wrong_is_kept_for_who_asks(
     monkeypatch: pytest.MonkeyPatch, fault: Exception, kept: bool
 ) -> None:
-    """What nobody expects is the future's own error, of which asyncio complains where nobody asks."""
+    """An unexpected fault stays the future's own error: asyncio complains of it where nobody asks."""
 
     def failing(*_: Any) -> Any:
         raise fault

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import httpx
 import numpy as np
 import pytest
 import soundfile
@@ -125,3 +126,18 @@ def test_a_realtime_reply_without_sound_ends_a_turn_and_is_not_timed(
         measuring["main"]([gateway.base, str(question), "--turns", "1", "--cuts", "1"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[:2] for row in rows[1:]] == [["| server_vad: end of speech, speech_stopped", "1"]]
+
+
+async def test_engines_are_idle_once_no_stage_has_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring = runpy.run_path(str(ROOT / "scripts" / "realtime_times.py"))
+    page = (
+        '# TYPE omni_sessions gauge\nomni_sessions{{stage="talker"}} {} 1730000000\nomni_waiting{{stage="talker"}} 3\n'
+    )
+    pages = [page.format(count) for count in (2, 1, 0)]
+
+    async def get(_client: httpx.AsyncClient, _url: str) -> httpx.Response:
+        return httpx.Response(200, text=pages.pop(0))
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    await measuring["_idle"]("http://metrics")
+    assert pages == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all commands share: one-line refusals with the value and the allowed range, and lines on standard error."""
+"""Shared by all commands: one-line refusals with the value and the allowed range, and lines on standard error."""
 
 from __future__ import annotations
 

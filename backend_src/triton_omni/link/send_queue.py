@@ -50,7 +50,7 @@ class Batch:
 
 
 class RingBatch(NamedTuple):
-    """What a queue gives to the ring at once."""
+    """Content of one write to the ring, and of its note."""
 
     start: int
     """Items of the session that left by the ring before."""

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules by which three stages share a GPU. Each is a pure function of what is there at one moment.
+"""The rules by which three stages share a GPU. All but `Claim` are pure functions of what is there at one moment.
 
 Kernels of several processes on one GPU delay each other. A window of token2wav is thousands of small kernels, which
 take three times as long beside steps of thinker and talker.
 
-- *Batches*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many small
-  batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as its
-  most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
-- *Claims*: token2wav claims the GPU while a client waits for a window that is due. The others defer their next step;
+- *Claim*: token2wav claims the GPU while a client waits for a window that is due. The others defer their next step;
   they are far ahead of the audio.
-- *Pauses*: the thinker pauses while every pending first window waits only for the later stages. Its steps are not
+- *Pause*: the thinker pauses while every pending first window waits only for the later stages. Its steps are not
   needed for a while, since the reply is ahead of its sound from the first window on. A claim would come too late: by
   then two steps of the thinker are in flight.
+- *Gather*: first windows of streams that were opened together wait for each other. One launched alone delays the
+  others for as long as ten take together.
+- *Urgent batch*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many
+  small batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as
+  its most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
+
+The constants below are no settings: they are what windows cost and how streams arrive in measurements of 7B on an H100
+and an H200. An operator tunes a rule by its limit, which is a setting.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from triton_omni.supervisor.model_control import ModelControlError
 
 NO_BACKEND: Final = "none"
 MISSING_BACKEND: Final = f"for backend '{NO_BACKEND}'"
-"""What Triton says of it, in its answer and in its log."""
+"""Part of Triton's refusal, in its answer and in its log."""
 _STANDSTILL_MODEL, _DRAINING_MODEL = "standstill", "draining"
 _SAID_WITHIN_S: Final = 2.0
 _IDLE_MODEL: Final = """\

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 STAGES = ("thinker", "talker", "token2wav")
@@ -25,13 +24,15 @@ class NvmlError(Exception):
     """NVML is not installed, or there is no NVIDIA driver here."""
 
 
-def stage_of(pid: int, proc: Path = Path("/proc")) -> str:
+def stage_of(pid: int) -> str:
     """The stage that a process of this machine works for."""
+    import psutil
+
     try:
-        arguments = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
+        arguments = psutil.Process(pid).cmdline()
+    except psutil.Error:
         return OTHER
-    return next((stage for stage in STAGES if f"/{stage}/" in arguments), OTHER)
+    return next((stage for stage in STAGES if any(f"/{stage}/" in one for one in arguments)), OTHER)
 
 
 class Nvml:
@@ -42,14 +43,16 @@ class Nvml:
         stage: tells the stage of a process id.
 
     Raises:
-        NvmlError: there is no driver, or `nvidia-ml-py` is not installed.
+        NvmlError: there is no driver, or `nvidia-ml-py` or `psutil` is not installed.
     """
 
     def __init__(self, library: Any = None, stage: Callable[[int], str] = stage_of) -> None:
         try:
+            importlib.import_module("psutil")  # for `stage_of`
             self._nvml = importlib.import_module("pynvml") if library is None else library
         except ImportError as error:
-            raise NvmlError("nvidia-ml-py is not installed (pip install nvidia-ml-py)") from error
+            name = {"pynvml": "nvidia-ml-py"}.get(error.name or "", error.name)
+            raise NvmlError(f"{name} is not installed (pip install nvidia-ml-py psutil)") from error
         try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
