@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans to an OpenTelemetry collector, by OTLP over HTTP; imported only where one is configured (`traces.py`).
+"""Spans to an OpenTelemetry collector, by OTLP over HTTP; imported only where one is configured (`launch.make_tracer`).
 
 Attributes are names, codes and figures; never content.
 """
