@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's start: the checks before it, the size of Triton's pool of device memory, and the report of its progress."""
+"""A server's start: the checks before it, the size of Triton's pool of device memory, and the report of progress."""
 
 from __future__ import annotations
 
