@@ -47,10 +47,10 @@ class Guard:
             self._process = self._start()
         except OSError as error:
             if not self._told:
-                _report(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
+                _say(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
             self._told = True
         else:
-            _report("warning: the guard's process was gone; another was started")
+            _say("warning: the guard's process was gone; another was started")
             self._told = False
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Guard:
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def _report(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

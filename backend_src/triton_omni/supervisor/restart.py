@@ -304,7 +304,7 @@ class StageRestarter:
             self._tell_ready(True)
 
     def _begin_restart(self, stage: StageName, watched: _Watched, cause: str) -> None:
-        _report(f"{stage}: {cause}")
+        _say(f"{stage}: {cause}")
         if not self._lives(watched):
             self._lose(stage, cause)
             if self.ended_for is not None:
@@ -348,10 +348,10 @@ class StageRestarter:
             opening.join()
             if error is None:
                 self._follow(stage)
-                _report(f"{stage}: started again")
+                _say(f"{stage}: started again")
                 return
             cause = f"it could not be loaded: {error}"
-            _report(f"{stage}: {cause}")
+            _say(f"{stage}: {cause}")
             self._board.count_fault()
             self._board.set_word(HELD, 1, stage)
 
@@ -385,5 +385,5 @@ class StageRestarter:
             self._watched[stage].process = Process(self._board.word(PID, stage))
 
 
-def _report(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -264,9 +264,9 @@ class Supervisor:
                 self.wait_ready()
             except ServerError as error:
                 cause = str(error)
-                _report(f"the server: it could not be started again: {cause}")
+                _say(f"the server: it could not be started again: {cause}")
             else:
-                _report("the server: started again")
+                _say("the server: started again")
                 return
 
     def _pause(self, seconds: float) -> None:
@@ -293,7 +293,7 @@ class Supervisor:
             run.say_leaving()
             if sessions := board.open_sessions():
                 get = f"{self.config.drain_timeout_s:g} s at most, the whole stop {longest_stop_s(self.config):g} s"
-                _report(f"stopping: open replies: {sessions}, which get {get}")
+                _say(f"stopping: open replies: {sessions}, which get {get}")
 
         return drain(board, self.config.drain_timeout_s, self._is_given_up, tell)
 
@@ -341,7 +341,7 @@ def longest_stop_s(config: ServerConfig) -> float:
     return config.drain_timeout_s + END_WITHIN_S + config.exit_timeout_s + KILL_AFTER_S
 
 
-def _report(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

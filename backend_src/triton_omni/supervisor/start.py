@@ -131,9 +131,9 @@ class StartReport:
         self._left = list(stages)
         self._begin = self._looked = clock()
         self._reminder_s = _FIRST_REMINDER_S
-        _report(f"tritonserver is process {pid}, its log {'is here' if log is None else log}")
+        _say(f"tritonserver is process {pid}, its log {'is here' if log is None else log}")
         if stages:
-            _report(f"{_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
+            _say(f"{_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
 
     def look(self) -> None:
         """Report stages loaded since the last call; call this repeatedly."""
@@ -143,15 +143,15 @@ class StartReport:
         self._looked, seconds = now, now - self._begin
         for stage in set(self._left).intersection(self._loaded(self._pid)):
             self._left.remove(stage)
-            _report(f"{stage} is loaded after {seconds:.0f} s")
+            _say(f"{stage} is loaded after {seconds:.0f} s")
         if self._left and seconds >= self._reminder_s:
             self._reminder_s *= 2
-            _report(f"{_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
+            _say(f"{_joined(self._left)} still load{'s' * (len(self._left) == 1)} after {seconds:.0f} s")
 
     @staticmethod
     def warms_up() -> None:
         """Report that all models are loaded and the server's own first reply begins."""
-        _report("all models are loaded; a first reply is spoken, so that callers need not wait for what it prepares")
+        _say("all models are loaded; a first reply is spoken, so that callers need not wait for what it prepares")
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -159,7 +159,7 @@ def _joined(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _report(text: str) -> None:
+def _say(text: str) -> None:
     print(f"starting: {text}", file=sys.stderr, flush=True)
 
 
