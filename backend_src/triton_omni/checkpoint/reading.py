@@ -2,8 +2,8 @@
 """Typed access to a checkpoint's JSON files and to the headers of its weights; every refusal names the file, the key,
 the value and the limit.
 
-Knows nothing of the model: which keys exist and what they mean is in `config.py`. Headers tell in a second that weight
-files are complete, for a checkpoint that loads for minutes. Format: https://github.com/huggingface/safetensors#format.
+Knows nothing of the model: `config.py` knows the keys and their meaning. Headers show in a second that weight files are
+complete, before a load of minutes. Format: https://github.com/huggingface/safetensors#format.
 It reads no weight and needs no torch.
 """
 
@@ -20,7 +20,7 @@ INDEX_FILE = "model.safetensors.index.json"
 """Names the file of each tensor where the weights are in several files."""
 SINGLE_FILE = "model.safetensors"
 LARGEST_JSON_BYTES = 100_000_000
-"""Maximum of a JSON file, as safetensors has it for a header."""
+"""Maximum bytes of a JSON file, the same as for a header of safetensors."""
 LARGEST_INTEGER = 2**31 - 1
 MOST_ITEMS = 1024
 """Maximum items of a list of integers: one a layer."""
@@ -167,11 +167,11 @@ def read_index(folder: Path) -> dict[str, str] | None:
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _END = 1 << 63
-"""No file is so long."""
+"""Bytes beyond any file's length."""
 
 
 def check_weights(folder: Path, weight_map: Mapping[str, str]) -> None:
-    """Look whether each file holds the tensors that it should, to the last byte.
+    """Check that each file holds its tensors, to the last byte.
 
     Args:
         folder: of the checkpoint.
@@ -188,7 +188,7 @@ def check_weights(folder: Path, weight_map: Mapping[str, str]) -> None:
 
 
 def check_file(path: Path, names: Iterable[str] = ()) -> None:
-    """One file of them; raises as `check_weights` does."""
+    """Check one file; raises as `check_weights`."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -82,11 +82,11 @@ def make_checkpoint(
         folder: made if missing; files of the same names are overwritten.
         size: 'tiny', '3b' or '7b'.
         seed: of all weights and speakers.
-        four_bit: how the thinker's decoder is quantised; None = not at all.
+        four_bit: quantisation of the thinker's decoder; None = none.
         dtype: of thinker and talker, by default float16 with `four_bit`, else float32 for 'tiny', else bfloat16;
             token2wav is float32 as published.
         device: where the weights are drawn, by default the CPU. At most one shard is in memory at a time.
-        progress: is told of every file.
+        progress: called with a line for every file.
     """
     tell = progress or (lambda _line: None)
     dtype = dtype or _usual_dtype(size, four_bit)

@@ -17,14 +17,14 @@ from triton_omni.checkpoint.reading import CheckpointError
 SPEAKER_FILE = "spk_dict.pt"
 LARGEST_PICKLE_BYTES = 1 << 16
 """Maximum of the archive's dictionary without its tensors, which has about 300 bytes a voice. The keys of a larger one
-could be nested more deeply than the stack bears."""
+could be nested so deeply that the stack overflows."""
 LONGEST_NAME = 64
 DEFAULT_VOICE = "Chelsie"
 """HF `generate`'s default speaker; a checkpoint without it defaults to its first voice."""
 
 
 class _Anything:
-    """Stands for a tensor and whatever it is rebuilt with."""
+    """Takes the place of a tensor and of the functions that rebuild it."""
 
     def __init__(self, *_arguments: object) -> None: ...
 
@@ -32,9 +32,9 @@ class _Anything:
 
 
 class _Names(pickle._Unpickler):
-    """Builds plain values; of all else nothing is imported, called or read.
+    """Builds plain values; imports, calls and reads nothing else.
 
-    Python's own, since C's makes room for as many values as a number in the file says.
+    It extends Python's own unpickler, since the one in C allocates as many values as a number in the file claims.
     """
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -64,7 +64,7 @@ def voice_names(checkpoint: Path) -> tuple[str, ...]:
 
 
 def checked_name(name: object) -> str:
-    """The name of a voice as requests give it, and logs and answers tell it.
+    """Return the name of a voice, checked for use in requests, logs and answers.
 
     Raises:
         CheckpointError: it is no short printable text.

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """One line, as every other refusal; `--help` tells the options."""
+        """Refuse in one line, as all other refusals; `--help` lists the options."""
         self.exit(USAGE, f"error: {message}\n")
 
 

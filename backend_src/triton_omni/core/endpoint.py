@@ -12,7 +12,7 @@ import psutil
 from triton_omni.core.settings import SettingsError
 
 OWN_CHANNEL: Final = (("grpc.enable_http_proxy", 0),)
-"""Options of gRPC to a server on this machine: a proxy of the environment leads elsewhere."""
+"""Options of gRPC to a server on this machine: no proxy of the environment, which leads elsewhere."""
 _FALSE = ("false", "0")
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 

@@ -20,12 +20,12 @@ from torch import Tensor
 def record_event(device: torch.device, *, blocking: bool = False) -> torch.cuda.Event | None:
     """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns.
 
-    A thread that waits for a `blocking` one sleeps, where it would keep a core busy otherwise.
+    A thread that waits for a `blocking` event sleeps; otherwise it would keep a core busy.
     """
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
-    # Without a stream it would mark the thread's current device, which is device 0 in a thread that chose none.
+    # By default an event is recorded on the thread's current device, which is device 0 in a thread that chose none.
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -38,9 +38,9 @@ def settle_thread(device: torch.device) -> None:
     the engine's step that was launched meanwhile. Streams of torch's pool and the legacy one do not wait for each
     other.
 
-    On the CPU it gets the process's number of threads for one operation. OpenMP keeps a number for each thread, and
-    torch sets it at a thread's first parallel operation: in the middle of a step for which vLLM's attention had planned
-    with another.
+    On the CPU it gets the process's number of threads for one operation. OpenMP keeps that number for each thread, and
+    torch sets it at a thread's first parallel operation, which may be in a step whose attention vLLM has planned with
+    another number.
     """
     if device.type != "cuda":
         torch.get_num_threads()
@@ -59,7 +59,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 @contextlib.contextmanager
 def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """Run small work on a side stream: on the engine's stream it would wait for the step that is already launched.
-    None, and nothing, on the CPU.
+    On the CPU it gives None and does nothing.
     """
     if device.type != "cuda":
         yield None
@@ -70,30 +70,30 @@ def on_side_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 
 
 def await_side_stream(device: torch.device) -> None:
-    """Wait until all is done that was begun there."""
+    """Wait until all work on the side stream is done."""
     if device.type == "cuda":
         _side_stream(device).synchronize()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, in the order of its current stream; on the CPU the tensor itself."""
+    """Copy a host tensor to `device`, in the order of its current stream; on the CPU return the tensor itself."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def fill(target: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor of the host into one of the same shape, on a device as `to_device` does."""
+    """Copy a host tensor into one of the same shape, as `to_device`."""
     target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
 
 
 def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> tuple[Tensor, ...]:
-    """Arrays [N] each of the host as int64 tensors on `device`, by one copy."""
+    """Return host arrays [N] as int64 tensors on `device`, by one copy."""
     return torch.split(to_device(torch.from_numpy(np.concatenate(arrays)), device), [len(array) for array in arrays])
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A tensor on the host, valid once the device has come so far; on the CPU the tensor itself."""
+    """Copy a tensor to the host, valid once the stream has run; on the CPU return the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -104,7 +104,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def use_full_float32(device: torch.device) -> None:
     """Keep cuDNN's convolutions and cuBLAS' products of float32 from rounding their inputs to TF32's 10 bits: that mode
-    is there to be compared with the reference.
+    is compared with the reference.
 
     For the whole process, which serves one stage. Nothing to do on the CPU.
     """
@@ -114,7 +114,7 @@ def use_full_float32(device: torch.device) -> None:
 
 
 def use_ordered_sums(device: torch.device) -> None:
-    """Keep cuDNN and cuBLAS from algorithms that give other bits when they run again, such as sums by atomic additions.
+    """Keep cuDNN and cuBLAS from algorithms whose results vary from run to run, such as sums by atomic additions.
 
     For the whole process, before its first product on the GPU. Nothing to do on the CPU, whose libraries have none for
     one shape and number of threads.

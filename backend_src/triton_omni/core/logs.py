@@ -23,7 +23,7 @@ from triton_omni.core.settings import SettingsError
 Value = str | int | float
 
 LONGEST_VALUE: Final = 128
-"""Characters of a value that are told; a client chooses its request's id."""
+"""Maximum logged characters of a value; a client chooses its request's id."""
 
 _PLAIN: Final = re.compile(r"[\w.:/-]+", re.ASCII)
 
@@ -80,7 +80,7 @@ def json_formatter() -> logging.Formatter:
     Its members are `level`, `logger`, `message`, `time` (UTC), `event` with its fields, and `exception`.
     """
     names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
-    # vLLM gives every record of its process this attribute, whoever logs.
+    # vLLM adds this attribute to every record of its process.
     reserved = [*RESERVED_ATTRS, "vllm_process_name"]
     return JsonFormatter(
         ["levelname", "name", "message"], rename_fields=names, timestamp="time", reserved_attrs=reserved
@@ -103,5 +103,5 @@ def configure_logging() -> None:
     handler.setFormatter(json_formatter() if chosen == "json" else PlainFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if chosen == "json":
-        # Else vLLM writes its records itself, in its own form.
+        # Otherwise vLLM writes its records itself, in its own form.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures that a stage keeps for whoever watches it: numbers, histograms, and seconds of its loop.
+"""Figures that a stage keeps for its operators: numbers, histograms, and seconds of its loop.
 
 They know no metric's kind. Only a figure's owner adds to it; others may read it at any time, and see it at most a
 moment old.
@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 SECONDS: Final = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Bounds of what a listener waits for."""
+"""Bounds in seconds of a listener's waits."""
 POWERS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Bounds of numbers of sequences."""
 LEAKED_AFTER_S: Final = 35.0
-"""Nothing keeps a session so long that is over: an error waits for a stage in a long step for 30 s at most."""
+"""Seconds after which an ended session counts as leaked: an error waits 30 s at most for a stage in a long step."""
 
 
 class Metric(NamedTuple):
@@ -60,7 +60,7 @@ class Histogram:
         return zip(bounds, itertools.accumulate(self._counts), strict=True)
 
     def metrics(self, name: str, **labels: str) -> Iterator[Metric]:
-        """In the names of a Prometheus histogram."""
+        """Yield the series of a Prometheus histogram."""
         for bound, count in self.buckets():
             yield Metric(f"{name}_bucket", count, {**labels, "le": bound})
         yield Metric(f"{name}_count", self.count, labels)
@@ -68,7 +68,7 @@ class Histogram:
 
 
 class LeakWatch:
-    """Counts what ought to be gone and stays; `count` is of one thread."""
+    """Counts objects that should be gone and stay; one thread calls `count`."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, float] = {}
@@ -109,7 +109,7 @@ class LoopClock:
         _of_thread.clock = self
 
     def switch(self, doing: Doing) -> Doing:
-        """The loop does this from now on; returns what it did until now."""
+        """Note the loop's activity from now on, and return the one until now."""
         before, now_ns = self._doing, self._now_ns()
         self._passed_ns[before] += now_ns - self._since_ns
         self._doing, self._since_ns = doing, now_ns
@@ -122,9 +122,9 @@ class LoopClock:
 
 
 class LoopActivity:
-    """Within, the loop of this thread does `what`; nothing happens on a thread without a clock.
+    """Context in which this thread's loop does `what`; without effect on a thread without a clock.
 
-    No generator, which would take three times as long as the two switches.
+    A class, since a generator would take three times as long as the two switches.
     """
 
     __slots__ = ("_before", "_clock", "_what")

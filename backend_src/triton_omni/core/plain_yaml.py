@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         return _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    # YAML's own errors are not all: of a date without such a day, of a number with too many digits, of deep nesting.
+    # Other errors than YAML's come from impossible dates, numbers with too many digits, and deep nesting.
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableYaml(_reason(error)) from error
 

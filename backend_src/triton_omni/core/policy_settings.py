@@ -16,7 +16,7 @@ NS_PER_MS = 1_000_000
 
 
 class ThinkerPolicy(BaseModel):
-    """When the thinker leaves a shared GPU to the later stages."""
+    """Rules by which the thinker leaves a shared GPU to the later stages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,7 @@ class ThinkerPolicy(BaseModel):
 
 
 class Token2WavPolicy(BaseModel):
-    """When token2wav claims a shared GPU, and which windows share a batch."""
+    """Rules by which token2wav claims a shared GPU and forms batches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

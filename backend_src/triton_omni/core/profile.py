@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles: what a deployment changes in the settings of all models, in one file.
+"""Profiles: a deployment's changes to the settings of all models, in one file.
 
-A profile is a file, or the name of one in `profiles/`. It has, by model, keys and values that go before those of the
+A profile is a file, or the name of one in `profiles/`. It has, by model, keys and values that override those of the
 model's `stage.yaml`.
 """
 
@@ -33,7 +33,7 @@ class Changes(BaseModel):
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings that go before those of each `stage.yaml`; by default none."""
+    """Settings that override those of each `stage.yaml`; by default none."""
 
     source: str = ""
     """Name or file, for messages."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contiguous spans of a pool: who holds which places (pure)."""
+"""Allocates contiguous spans of a pool (pure)."""
 
 from __future__ import annotations
 

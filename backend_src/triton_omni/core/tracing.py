@@ -16,13 +16,13 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """W3C `traceparent` by which later parts belong to this one; empty = they need not."""
+        """W3C `traceparent` that makes later parts children of this one; empty = nobody traces it."""
 
     def event(self, name: str) -> None:
-        """Something happened now."""
+        """Record an event now."""
 
     def end(self, error: str | None = None, **attributes: Attribute | None) -> None:
-        """It is over now, with an error of this code, if any. Attributes that are None are left out."""
+        """End the span now, with an error of this code, if any. Attributes that are None are left out."""
 
 
 class Tracer(Protocol):
@@ -36,7 +36,7 @@ class Tracer(Protocol):
         """A span that began at `start_ns` of the monotonic clock, under the one that `traceparent` names, if any."""
 
     def close(self) -> None:
-        """Give away what has ended."""
+        """Export the spans that have ended."""
 
 
 class _NoSpan:
@@ -46,16 +46,16 @@ class _NoSpan:
         return ""
 
     def event(self, name: str) -> None:
-        """Nobody sees it."""
+        """Do nothing."""
 
     def end(self, error: str | None = None, **attributes: Attribute | None) -> None:
-        """Nobody sees it."""
+        """Do nothing."""
 
 
 class _NoTracer:
     @property
     def is_on(self) -> bool:
-        """It is not."""
+        """False."""
         return False
 
     def start_span(self, traceparent: str, start_ns: int) -> Span:
@@ -64,7 +64,7 @@ class _NoTracer:
         return NO_SPAN
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 NO_SPAN: Final[Span] = _NoSpan()

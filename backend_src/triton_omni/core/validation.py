@@ -18,7 +18,7 @@ _KINDS: Final = {
     "model": "a mapping",
     "invalid": "a string as key",
 }
-"""By the first word of a code: `int_type`, `int_parsing` and `int_from_float` all tell of no integer."""
+"""Expected kinds by the first word of a code: `int_type`, `int_parsing`, `int_from_float` all mean no integer."""
 _LIMITS: Final = {
     "greater_than": "be greater than {gt}",
     "greater_than_equal": "be at least {ge}",

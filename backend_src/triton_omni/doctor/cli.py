@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examines running servers: whether what the ledger, the stages and Triton say of them fits together.
+"""Examines running servers: compares the states that the ledger, the stages and Triton report.
 
-`./build.sh doctor` runs this at any time, also under load: it only reads, and prints a table. A mismatch that exists
-because sessions begin and end is gone at the next look; one that stays is told, as one sentence, and makes the exit
-code 1. Command line: `python -m triton_omni.doctor.cli --help`.
+`./build.sh doctor` runs this at any time, also under load: it only reads, and prints a table. A mismatch from sessions
+that begin and end is gone at the next look; one that stays is reported in a sentence and makes the exit code 1.
+Command line: `python -m triton_omni.doctor.cli --help`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _process(view: StageView) -> str:
 
 
 def _told(value: int | None) -> str:
-    """A figure, or a dash where the stage has published none."""
+    """A figure, or a dash if the stage has published none."""
     return "-" if value is None else str(value)
 
 
@@ -104,7 +104,7 @@ def _sessions(sample: Sample) -> str:
 LOOKS_APART_S = 0.4
 SETTLE_S = 0.05
 SETTLES = 8
-"""Looks at the ledger before the metrics are read, so that a session is seen whose end they do not show yet."""
+"""Number of looks at the ledger before the metrics are read, so that sessions are seen whose end they do not show."""
 PERSIST_S = 10.0
 HOW_TO_START = "./build.sh serve starts one"
 STARTING = "server/starting"
@@ -140,7 +140,7 @@ def server_of_process(pid: int) -> Server:
 
 
 def running_servers() -> Iterator[Server]:
-    """This user's servers in this process-id namespace, those that only start among them."""
+    """This user's servers in this process-id namespace, including those that still start."""
     owners = map(server_of, own_folders())
     for pid in dict.fromkeys([*(pid for pid in owners if pid is not None), *server_processes()]):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ended this moment
@@ -217,7 +217,7 @@ def examine(server: Server, persist_s: float = PERSIST_S) -> tuple[Sample, dict[
 
 
 def _look_at_ledger(server: Server, faults: list[Finding]) -> tuple[LedgerView | None, dict[StageName, frozenset[str]]]:
-    """The ledger, and which sessions each stage may hold by any of several looks at it."""
+    """Return the ledger, and the sessions that each stage may hold by any of several looks at it."""
     if (path := server.ledger) is None:
         return None, {}
     views: list[LedgerView] = []
@@ -238,7 +238,7 @@ def _ask(ask: Callable[[], Any], what: str, faults: list[Finding]) -> Any:
 
 
 def _cause(error: Exception) -> str:
-    """An error in one line; of one that `urllib` wraps, what it wraps."""
+    """Return an error in one line; for one of `urllib`, its cause."""
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, ConnectionRefusedError):
         return REFUSED
@@ -362,7 +362,7 @@ def _chosen(given: argparse.Namespace) -> list[Server]:
 
 
 def _not_found(pid: int) -> str:
-    """Why the process is not examined, and which ones could be."""
+    """Return why the process is not examined, and the processes that could be."""
     names = ", ".join(server.name for server in running_servers()) or "none"
     what = "is no tritonserver with stages loaded" if psutil.pid_exists(pid) else "does not run"
     return f"process {pid} {what}; this user's servers here: {names}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Findings about a server at one moment, from its ledger, its metrics page (Prometheus' text form) and Triton.
 
-A finding has a name, by which it is recognised at the next moment, and a sentence. Some come and go while sessions
-begin and end; what stays is meant (`doctor/cli.py`).
+A finding has a name, by which it is recognised later, and a sentence. Some come and go while sessions begin and end;
+only those that stay are reported (`doctor/cli.py`).
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Sample:
     metrics: MetricsPage | None = None
     """None = the endpoint gave none."""
     faults: tuple[Finding, ...] = ()
-    """Questions that got no answer, and faults of the machine."""
+    """Requests without an answer, and faults of the machine."""
     start: Finding | None = None
     """Progress of a server that is still starting."""
     loading: Mapping[StageName, int] = field(default_factory=dict)
-    """Processes of stages of which the ledger does not know yet."""
+    """Processes of stages that the ledger does not know yet."""
 
     @property
     def seen(self) -> bool:
@@ -113,7 +113,7 @@ class Sample:
 
 
 def findings(sample: Sample) -> dict[str, str]:
-    """All that is wrong at this moment: sentences by name. A server that is not up yet is that alone."""
+    """Return all faults of this moment: sentences by name. A server that still starts has only that finding."""
     if sample.start is not None:
         return dict([sample.start])
     found = [*sample.faults, *_of_page(sample.metrics)]

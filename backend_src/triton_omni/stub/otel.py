@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans to an OpenTelemetry collector, by OTLP over HTTP; imported only where one is configured (`traces.py`).
+"""Spans to an OpenTelemetry collector, by OTLP over HTTP; imported only where one is configured (`launch.make_tracer`).
 
 Attributes are names, codes and figures; never content.
 """
@@ -54,8 +54,8 @@ class OtelTracer:
         self._kind = SpanKind.SERVER if stage == "thinker" else SpanKind.INTERNAL
 
     def start_span(self, traceparent: str, start_ns: int) -> Span:
-        """A span under `traceparent`; where that is no valid W3C header, it begins a trace of its own."""
-        # Contexts of their own, since the thread's may be of another request.
+        """Begin a span under `traceparent`, or a new trace if that is no valid W3C header."""
+        # A context of its own, since the thread's may belong to another request.
         parent = self._propagator.extract({_TRACEPARENT: traceparent}, Context())
         start = time.time_ns() - (time.monotonic_ns() - start_ns)
         span = self._tracer.start_span(self._stage, parent, self._kind, start_time=start)
@@ -79,11 +79,11 @@ class _Span:
         return self._traceparent
 
     def event(self, name: str) -> None:
-        """Something happened now."""
+        """Record an event now."""
         self._span.add_event(name)
 
     def end(self, error: str | None = None, **attributes: Attribute | None) -> None:
-        """It is over now."""
+        """End the span now."""
         self._span.set_attributes({f"omni.{name}": value for name, value in attributes.items() if value is not None})
         if error is not None:
             self._span.set_attribute("error.type", error)

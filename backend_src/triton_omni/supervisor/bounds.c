@@ -3,18 +3,17 @@
  * Preloaded into tritonserver: it bounds what callers can make of Triton's HTTP and gRPC front ends.
  *
  * Bodies. Triton 24.10 reads an HTTP body of any length, keeps 1 KiB for each of its chunks, and parses JSON by a
- * recursion. Here a connection that brings too many bytes, line ends (two a chunk) or opening brackets between two
- * answers is answered 413, and the rest of what it brings is dropped. Brackets count wherever they stand: of random
- * bytes every 128th is one.
+ * recursion. Here a connection with too many bytes, line ends (two a chunk) or opening brackets between two answers is
+ * answered 413, and its further input is dropped. Brackets count everywhere: in random bytes every 128th is one.
  *
  * Pipelining. Triton 24.10 reads requests that are sent ahead without a bound, and logs a line for each. Here a
  * connection on which input waits while AHEAD answers are written is closed.
  *
  * Stacks. Triton's HTTP threads put parts of a body on their stack: two bytes for each byte of a body of the form
  * content type, which is curl's default, and less than BRACKET_BYTES for each level of JSON. So they get larger ones.
- * What a large body has touched of a stack is given back with the answer.
+ * Stack memory that a large body has touched is released with the answer.
  *
- * Compression. Triton unpacks compressed HTTP bodies and gRPC messages whole. Here what is unpacked is bounded as above.
+ * Compression. Triton unpacks compressed HTTP bodies and gRPC messages whole. Here the same bounds hold after unpacking.
  *
  * Classification. This extension divides by the size of a string, which is 0, and sorts NaN. Both front ends ask for a
  * model's batch properties for nothing else, so this question is refused.
@@ -70,7 +69,7 @@ static const char NO_OBJECT[] = "an input is not text: write an object such as s
                                 "or its keys into parameters, such as {\"seed\": 7} [omni:bad_request;stage=thinker]";
 static const char TRITONS_NO_OBJECT[] = "Unable to parse JSON bytes array: attempt to access JSON non-string";
 
-/* What zlib documents of its stream. */
+/* The documented part of zlib's stream. */
 typedef struct {
     const unsigned char *next_in;
     unsigned avail_in;
@@ -104,7 +103,7 @@ __attribute__((constructor)) static void leave_the_stages_alone(void) {
     free(list);
 }
 
-/* What came since the last answer, by file descriptor. */
+/* Input since the last answer, by file descriptor. */
 typedef struct {
     int64_t bytes, line_ends, brackets;
 } quantity;
@@ -230,9 +229,9 @@ int inflate(zlib_stream *stream, int flush) {
     return is_too_large(&unpacked) ? Z_STREAM_ERROR : result;
 }
 
-/* What this thread has opened for a registration and not closed yet; -1 = nothing. */
+/* File that this thread opened for a registration and has not closed yet; -1 = none. */
 static __thread int registering = -1;
-/* By file descriptor: it was that of a registration. */
+/* By file descriptor: true if it was that of a registration. */
 static char has_registered[CONNECTIONS];
 
 int shm_open(const char *name, int flags, mode_t mode) {
@@ -308,7 +307,7 @@ void *TRITONSERVER_ErrorNew(int code, const char *message) {
     return error;
 }
 
-/* Of the request that this thread is reading. */
+/* Count for the request that this thread is reading. */
 static __thread int parts;
 
 void *TRITONSERVER_InferenceRequestNew(void **request, void *server, const char *model, int64_t version) {

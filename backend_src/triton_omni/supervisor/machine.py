@@ -47,9 +47,9 @@ class TritonInstall:
 
     binary: Path
     backend_directory: Path | None = None
-    """None = where the binary looks by itself."""
+    """None = the binary's own default."""
     library_folders: tuple[Path, ...] = ()
-    """Go first on LD_LIBRARY_PATH."""
+    """Folders that come first on LD_LIBRARY_PATH."""
 
 
 def find_triton(environment: Mapping[str, str] | None = None) -> TritonInstall:
@@ -71,7 +71,7 @@ def _unpacked(home: Path) -> TritonInstall:
     binary = root / "bin" / "tritonserver"
     if not binary.is_file():
         raise ServerError(f"no tritonserver on PATH and none in {home}: run ./build.sh setup")
-    # The stub links libpython, which a Python outside the system's folders has in its own.
+    # The stub links libpython, which may lie in Python's own folder outside the system's.
     libpython = Path(str(sysconfig.get_config_var("LIBDIR")))
     return TritonInstall(binary, root / "backends", (home / "nvidia_pytriton.libs", libpython))
 
@@ -159,9 +159,9 @@ def _bind(held: ExitStack, host: str, service: str, port: int) -> int:
 
 
 CLIENT_SHARED_MEMORY: Final = "allow-client-shm"
-"""Since 2.68 (26.04); from then on clients may share memory only where it is true."""
+"""Option since 2.68 (26.04); from then on clients may share memory only if it is true."""
 HTTP_BODY_LIMIT: Final = "http-max-input-size"
-"""Since 2.59 (25.06); bodies that are binary or JSON are held to it since 2.62 (25.10)."""
+"""Option since 2.59 (25.06); it limits binary and JSON bodies since 2.62 (25.10)."""
 ERRORS_WAIT_SINCE: Final = (2, 66)
 """26.02: from then on an ensemble sends an error only after the last step of the request has ended."""
 
@@ -177,7 +177,7 @@ Version = tuple[int, int]
 
 
 def errors_wait(version: Version | None) -> bool:
-    """True if a request whose step never ends gets no error; assumed where the version is unknown (None)."""
+    """True if a request whose step never ends gets no error; assumed for an unknown version (None)."""
     return version is None or version >= ERRORS_WAIT_SINCE
 
 

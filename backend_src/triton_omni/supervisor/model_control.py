@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads one model of a running tritonserver, over its gRPC endpoint and with a key that clients have not.
+"""Loads and unloads one model of a running tritonserver, over its gRPC endpoint, with a key that clients do not have.
 
-Not over HTTP: Triton loads a model on the thread that serves the request, and every other connection of that thread
-waits until the model is there, for seconds or a minute. For gRPC it has a thread of its own.
+It does not use HTTP: Triton loads a model on the thread that serves the request, and every other connection of that
+thread waits for the load, for seconds or a minute. gRPC has a separate thread for this.
 
-The key guards all that changes how the server runs, or tells of others' requests. It is drawn at each start unless the
-operator has set one. It stands on tritonserver's command line, the only place where Triton takes it: who may read that
-on the server's machine has it, too.
+The key protects every protocol that changes the server or shows others' requests. It is drawn at each start unless the
+operator has set one. Triton takes it only on its command line, so anybody who can read that on the server's machine has
+the key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNLOAD_TIMEOUT_S = 10.0
 
 
 class ModelControlError(RuntimeError):
-    """Triton did not do it; the message is its reason."""
+    """Triton failed to load or unload a model; the message is its reason."""
 
 
 class ModelControl:
@@ -42,8 +42,8 @@ class ModelControl:
 
     Args:
         url: `HOST:PORT` of its gRPC endpoint, as seen from here.
-        load_timeout_s: what loading a model may take.
-        key: that the server is to want; None = a new one.
+        load_timeout_s: maximum seconds for loading a model.
+        key: key that the server will require; None = a new one.
         client_shared_memory: whether clients may register shared memory over gRPC without the key. No client of ours
             does over HTTP.
     """
@@ -88,7 +88,7 @@ class ModelControl:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[tuple[InferenceServerClient, dict[str, str]]]:
-        """A connection and the key for it; what goes wrong with a call is raised as told above."""
+        """Give a connection and the key for it; failures of a call become `ModelControlError`."""
         try:
             with InferenceServerClient(self._url, channel_args=OWN_CHANNEL) as triton:
                 yield triton, {f"{_GRPC_PREFIX}{HEADER}": self._key}
@@ -101,7 +101,7 @@ def operator_key(environment: Mapping[str, str]) -> str | None:
     """The key that the operator has set by `OMNI_CONTROL_KEY`; None = none.
 
     Raises:
-        ValueError: it cannot stand on a command line and in a header, or is too short to be one.
+        ValueError: it is too short, or not usable on a command line and in a header.
     """
     key = environment.get(KEY_VARIABLE) or None
     if key is not None and _KEY.fullmatch(key) is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns what `OMNI_MODEL` says into a checkpoint folder: a folder, a Hugging Face id, or random weights of a size.
+"""Turns `OMNI_MODEL` into a checkpoint folder: a folder, a Hugging Face id, or random weights of a size.
 
-Without a word it is the trained checkpoint of this repository.
+The default is the trained checkpoint of this repository.
 It knows the names of a checkpoint's files, and reads no weight.
 Command line: `python -m triton_omni.supervisor.model_folder [SOURCE]` prints the folder.
 """
@@ -23,7 +23,7 @@ MINI = Path(__file__).resolve().parents[3] / "training" / "mini"
 """The trained checkpoint of the repository, which is the default; an install without the repository has none."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FOLDER = "models--"
-"""Begins the folder of a fetched model, whose snapshots are named by a hash: `models--OWNER--NAME/snapshots/HASH`."""
+"""Prefix of a fetched model's folder, whose snapshots are named by a hash: `models--OWNER--NAME/snapshots/HASH`."""
 # Weights in safetensors only; spk_dict.pt holds the speakers and has no other form.
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "spk_dict.pt"]
 _OTHER_FILES = ("preprocessor_config.json", "spk_dict.pt", "tokenizer.json")
@@ -32,11 +32,11 @@ _LISTED = 5
 
 
 class ModelFolderError(ValueError):
-    """No checkpoint can be had from the given source; the message names the source."""
+    """The given source has no usable checkpoint; the message names the source."""
 
 
 def model_folder(source: str | None) -> Path:
-    """The checkpoint's folder.
+    """Return the checkpoint's folder.
 
     Args:
         source: a folder, a hub id such as `Qwen/Qwen2.5-Omni-7B` (fetched once, with a progress bar), `random:tiny`,
@@ -96,7 +96,7 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Look whether all files of a checkpoint are there and whole, and its `config.json` can be used; no weight is read.
+    """Check that all files of a checkpoint are there and whole, and that its `config.json` is usable; read no weight.
 
     Raises:
         ModelFolderError: a file is missing, empty or cut off, a tensor of the index is not in its file, or the
@@ -147,6 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends this without a word: there is nothing to tidy up, a fetch goes on where it was.
+    # Ctrl-C ends this silently: nothing needs cleanup, and a later fetch resumes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

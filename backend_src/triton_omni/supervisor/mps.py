@@ -32,14 +32,14 @@ _POLL_S = 0.05
 def mps_daemon(environment: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Guard]]:
     """Run a guarded control daemon; within the context, processes started with the variables given are its clients.
 
-    The daemon starts MPS servers when the first client comes. It is to outlive its clients: at the end of the context
-    it is told to quit, and it and its servers are ended by force if they do not.
+    The daemon starts MPS servers when the first client comes, and must outlive its clients. At the end of the context
+    it gets the order to quit; if it or its servers do not, they are ended by force.
 
     Raises:
         ServerError: no GPU is seen, the program is not installed, or the daemon does not start.
     """
     program = _find(environment)
-    # A file that an ending MPS server still adds is no reason to fail a stop.
+    # An ending MPS server may still add a file, which must not fail a stop.
     with tempfile.TemporaryDirectory(prefix="omni-mps-", dir=_SHORT_FOLDER, ignore_cleanup_errors=True) as folder:
         variables = {f"CUDA_MPS_{kind.upper()}_DIRECTORY": str(Path(folder, kind)) for kind in ("pipe", "log")}
         for directory in variables.values():
@@ -66,7 +66,7 @@ def _find(environment: Mapping[str, str]) -> str:
 
 def _daemon_environment(environment: Mapping[str, str]) -> dict[str, str]:
     env = dict(environment)
-    # GPUs chosen by index are numbered anew by the daemon, and a client's own choice would then be of the new numbers.
+    # The daemon renumbers GPUs chosen by index, and a client's own choice would then refer to the new numbers.
     if not env.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-")):
         env.pop("CUDA_VISIBLE_DEVICES", None)
     return env
@@ -107,7 +107,7 @@ def _end(process: subprocess.Popen[bytes], program: str, env: Mapping[str, str])
 
 
 def _send_command(program: str, env: Mapping[str, str], command: str) -> bool:
-    """Give the daemon a command; whether it took it."""
+    """Send the daemon a command; return True if it took it."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         ended = subprocess.run(
             [program],

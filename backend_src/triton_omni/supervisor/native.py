@@ -2,7 +2,7 @@
 """Compiles and preloads two C libraries into tritonserver; each is compiled once for a state of its source.
 
 `bounds.c` bounds what callers can make of Triton's front ends. With `stall_guard.c` Triton outlives stages that hang or
-die. The heads of both files say what they do and why.
+die. The comments at the top of both files give the reasons.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STALL_GUARD_SOURCE: Final = Path(__file__).with_name("stall_guard.c")
 
 
 class NativeError(RuntimeError):
-    """A library cannot be had; the message is a sentence that says why."""
+    """A library cannot be built; the message is a sentence with the reason."""
 
 
 def with_bounds(environment: Mapping[str, str], body_bytes: int) -> dict[str, str]:
@@ -58,9 +58,9 @@ def preloading(source: Path, environment: Mapping[str, str], without: str, **mac
 
     Args:
         source: the C file.
-        environment: what tritonserver has so far.
-        without: what is so without the library, for the operator.
-        macros: compiled in.
+        environment: environment of tritonserver so far.
+        without: for the operator, the consequence of a missing library.
+        macros: macros for the compiler.
     """
     try:
         library = build_library(source, cache_folder() / "native", **macros)
@@ -71,7 +71,7 @@ def preloading(source: Path, environment: Mapping[str, str], without: str, **mac
 
 
 def build_library(source: Path, folder: Path, **macros: int) -> Path:
-    """The shared library of a C file with these macros, in `folder`.
+    """Return the shared library of a C file with these macros, built in `folder`.
 
     Raises:
         NativeError: there is no C compiler, it fails, or `folder` cannot be written.
@@ -99,7 +99,7 @@ def compiler() -> list[str]:
 
 
 def _compile(command: list[str], source: str, library: Path) -> None:
-    """Put the output in its place at once, for whoever compiles the same meanwhile."""
+    """Compile, and rename the output into its place, since another process may compile the same meanwhile."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

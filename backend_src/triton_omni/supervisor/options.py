@@ -26,7 +26,7 @@ class ServerConfig:
     model: str | None = None
     """Checkpoint folder or hub id; None = the repository's `training/mini`."""
     profile: Profile = NO_PROFILE
-    """Settings that go before those of the repository."""
+    """Settings that override those of the repository."""
     host: str = "127.0.0.1"
     """Address that the three services bind."""
     http_port: int = 0
@@ -38,19 +38,19 @@ class ServerConfig:
     log_verbose: int = 0
     """Triton's own verbosity."""
     ready_timeout_s: float = 900.0
-    """First start on a GPU included: kernels are compiled and weights are read."""
+    """Seconds until the server must be ready; a first start on a GPU compiles kernels and reads weights."""
     exit_timeout_s: int = 30
     """Seconds that Triton has to stop once no session is open."""
     drain_timeout_s: float = 30.0
-    """Seconds that a stopping server gives the replies under way; 0 = none."""
+    """Seconds that a stopping server gives open replies; 0 = none."""
     mps: bool = False
     """Share the GPUs under a CUDA MPS daemon of the server's own."""
     client_shared_memory: bool = False
     """Let clients register regions of shared memory for their inputs."""
     stall_guard: bool = True
-    """Preload `stall_guard.c`, by which the server outlives a stage that stands still or dies at a bad moment."""
+    """Preload `stall_guard.c`, with which the server outlives a stage that stalls or dies at a bad moment."""
     warm_up: bool = True
-    """Ask the server for a short reply before clients may ask it."""
+    """Ask the server for a short reply before clients may do so."""
     placement: Mapping[str, int] = field(default_factory=lambda: parse_placement(""))
     """Number of each stage's GPU."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes a tritonserver: it is ready, or it listens no more; and asks it for a first spoken reply that nobody hears.
+"""Probes a tritonserver for readiness and for closed ports, and asks it for a first spoken reply that nobody hears.
 
-That reply comes before callers are let in: kernels are compiled and libraries loaded by then, and each stage publishes
-its figures. It knows the public contract alone.
+That reply comes before the server counts as ready, so kernels are compiled, libraries loaded and figures published by
+then. It knows the public contract alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Probe:
     """Asks one server.
 
     Args:
-        host: where it listens.
+        host: address on which it listens.
         ports: by service, `http` and `metrics` among them.
     """
 
@@ -57,7 +57,7 @@ class Probe:
     def has_hung_up(self) -> bool:
         """True if a server that was ready has refused connections for a while: a crashed server may live on.
 
-        Looks once a second, however often it is asked.
+        It looks once a second at most.
         """
         now = time.monotonic()
         if now - self._looked >= _LOOK_EVERY_S:
@@ -92,8 +92,8 @@ _PATH: Final = "/v2/models/qwen2_5_omni/generate_stream"
 _REPLY_TIMEOUT_S: Final = 120.0
 _POLL_S: Final = 0.1
 _SHOWN: Final = 500
-"""Characters of a refusal."""
-# Sampled, as most callers' are, and long enough for a second window.
+"""Maximum characters shown of a refusal."""
+# Sampled, like most callers' requests, and long enough for a second window.
 _SAMPLING: Final = {
     "seed": 0,
     "thinker": {"temperature": 1.0, "max_tokens": 40},
@@ -108,12 +108,12 @@ _REQUEST: Final = {
 
 
 def warm_up(host: str, http_port: int, given_up: Callable[[], bool]) -> None:
-    """Have a short reply spoken. A failure is told on standard error and no more: others may be served all the same.
+    """Have a short reply spoken. A failure is only reported on standard error, since other requests may succeed.
 
     Args:
-        host: where the server listens.
+        host: address on which the server listens.
         http_port: of Triton's HTTP service.
-        given_up: asked now and then; True ends the wait, for a first reply may compile for minutes.
+        given_up: polled; True ends the wait, since a first reply may compile for minutes.
     """
     reasons: list[str | None] = []
     asking = threading.Thread(target=lambda: reasons.append(_ask(host, http_port)), name="warm-up", daemon=True)
@@ -125,7 +125,7 @@ def warm_up(host: str, http_port: int, given_up: Callable[[], bool]) -> None:
 
 
 def _ask(host: str, http_port: int) -> str | None:
-    """Why there was no reply; None = there was."""
+    """Return why there was no reply; None = there was one."""
     connection = http.client.HTTPConnection(own_host(host), http_port, timeout=_REPLY_TIMEOUT_S)
     try:
         with closing(connection):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model repository that tritonserver is given: the project's own, with what depends on this start.
+"""The model repository for tritonserver: the project's own, changed for this start.
 
 Triton hands a model's configuration to every client that asks, over HTTP and gRPC. Each start writes facts of the
 checkpoint and of the stages' settings into a copy of the public models' `config.pbtxt`, as JSON parameters. The copies
-of the stages' files name each stage's GPU: left alone, Triton starts an instance of every Python model on every GPU
-that it sees, and a stage is one process. A model that a profile changes gets a `stage.yaml` of its own. All else of
-the copy is links to the original.
+of the stages' files name each stage's GPU: by default Triton starts an instance of every Python model on every GPU, but
+a stage is one process. A model that a profile changes gets a `stage.yaml` of its own. Everything else in the copy is a
+link to the original.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_placement(text: str) -> dict[str, int]:
     """`thinker=0,token2wav=1` as numbers by stage; a stage that is not named is on GPU 0.
 
     Raises:
-        ValueError: naming what is wrong.
+        ValueError: the message names the fault.
     """
     placement: dict[str, int] = dict.fromkeys(STAGES, 0)
     named = set()
@@ -66,10 +66,10 @@ def parse_placement(text: str) -> dict[str, int]:
 
 
 def check_placement(placement: Mapping[str, int], gpus: int) -> None:
-    """See whether every stage's GPU is there; without any GPU nothing is to be chosen but 0.
+    """Check that every stage's GPU exists; without any GPU only 0 can be chosen.
 
     Raises:
-        ServerError: naming the stage, its number and how many GPUs there are.
+        ServerError: the message names the stage, its number and the number of GPUs.
     """
     for stage, number in placement.items():
         if number >= max(gpus, 1):
@@ -96,7 +96,7 @@ _INSTANCES = re.compile(r"^\s*instance_group\b", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StageSettings:
-    """Settings of all stages of one repository, and of its unary model where it has one.
+    """Settings of all stages of one repository, and of its unary model if it has one.
 
     Raises:
         SettingsError: token2wav could not take a reply that the talker may speak.
@@ -133,7 +133,7 @@ def served_repository(
         checkpoint: the checkpoint's folder.
         placement: number of each stage's GPU; None = there is no GPU. A stage whose settings say `device: cpu` is on
             none, and one whose `config.pbtxt` has an `instance_group` keeps it.
-        profile: settings that go before those of the stages' files.
+        profile: settings that override those of the stages' files.
 
     Raises:
         ServerError: a `stage.yaml`, the profile or the checkpoint's configuration cannot be used, two stages' settings
@@ -156,7 +156,7 @@ def served_repository(
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder of one server's; raises `ServerError` where none can be made."""
+    """Return a new folder for one server; raise `ServerError` if none can be made."""
     try:
         return tempfile.TemporaryDirectory(prefix="triton_omni_")
     except OSError as error:
@@ -188,7 +188,7 @@ def stage_settings(repository: Path, profile: Profile = NO_PROFILE) -> StageSett
 
 
 def thinker_limits(repository: Path) -> RequestLimits:
-    """Return the request limits of a repository's thinker; the defaults where there is no thinker.
+    """Return the request limits of a repository's thinker; the defaults if there is no thinker.
 
     Raises:
         ServerError: the thinker's `stage.yaml` cannot be used.
@@ -210,12 +210,12 @@ def served_facts(stages: StageSettings, config: OmniConfig, checkpoint: Path, mo
     try:
         return {"voices": list(voice_names(checkpoint)), **facts}
     except CheckpointError:
-        # The stages, which need more of that file than its names, say what is wrong with it.
+        # The stages report what is wrong with the file, since they need more of it than its names.
         return facts
 
 
 def effective_limits(stages: StageSettings, config: OmniConfig) -> dict[str, Any]:
-    """Limits of a request, by the names of the settings: the lowest where several stages have a say.
+    """Return the limits of a request, by the names of the settings: the lowest if several stages limit it.
 
     Besides those of `RequestLimits`: `max_prompt_tokens` (media included), `max_reply_tokens`, `max_codes` (of speech,
     50 a second) and `max_sessions` (requests at once). A reply may use the part of `engine.max_model_len` that its
@@ -240,7 +240,7 @@ def _settings_file(repository: Path, model: str) -> Path:
 
 
 def _instances(repository: Path, stages: StageSettings, placement: Mapping[str, int]) -> dict[str, str]:
-    """Return the instance settings of each Python model whose original says nothing."""
+    """Return the instance settings of each Python model whose original has none."""
     devices = {
         "thinker": stages.thinker.device,
         "talker": stages.talker.device,

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Preloaded into tritonserver: it outlives stages that stand still, and stages that die at a bad moment.
+ * Preloaded into tritonserver, which then outlives stages that stall, and stages that die at a bad moment.
  *
- * Triton's Python backend waits one second for a stage to take a request over. A stage that lives but did not run
- * meanwhile (a virtual machine that was moved, a stopped process, swap) is then given up: the request's memory is freed
- * while the stage's queue still names it, and the stage, or the server, ends by a segmentation fault. The wait is a
- * semaphore's, so it goes on here, for as long as the stage lives. Which stage it is for is known from its start: the
- * thread that has forked a stage waits for it next, and all later waits for the stage are for the same semaphore. Of a
- * semaphore that is not known, all children of the server must live.
+ * Triton's Python backend waits one second for a stage to take a request over. It then gives up a stage that lives but
+ * did not run meanwhile (a moved virtual machine, a stopped process, swap). It frees the request's memory while the
+ * stage's queue still names it, and the stage, or the server, ends by a segmentation fault. The backend waits on a
+ * semaphore, so this library continues the wait for as long as the stage lives. It learns each semaphore's stage at the
+ * stage's start: the thread that forked a stage waits for it next, and all later waits for that stage use the same
+ * semaphore. For an unknown semaphore, all children of the server must live.
  *
- * The backend and a stage share locks in memory. One that a stage held when it died is given to the next with the error
- * EOWNERDEAD; Boost makes that an exception, which the backend's own threads do not catch, and the server aborts. So the
- * backend gets such a lock as if it had been free. What it guards has no other user any more and is given back soon.
+ * The backend and a stage share locks in memory. If a stage dies with a lock, the next owner gets the error EOWNERDEAD.
+ * Boost turns it into an exception, which the backend's own threads do not catch, and the server aborts. So the backend
+ * gets such a lock as if it had been free. The guarded memory has no other user any more and is freed soon.
  *
- * The backend makes a folder in /tmp and removes it only where the server ends in order. It makes it in the folder that
- * the supervisor names, and removes however the server ends.
+ * The backend makes a folder in /tmp and removes it only if the server ends in order. Here it makes the folder inside
+ * one that the supervisor names, and removes however the server ends.
  *
- * Triton keeps a request's parameter `priority` from models and does nothing with it where no model has levels of it. Who
- * gives it is told so, by the code and in the words of our refusals.
+ * Triton hides a request's parameter `priority` from models, and ignores it if no model has priority levels. Here such a
+ * request is refused, with the code and in the words of our refusals.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -68,7 +68,7 @@ pid_t fork(void) {
     return child;
 }
 
-/* It is left for the backend to collect. What that has collected is no child any more, and neither is process 0. */
+/* The backend collects the process. A collected process is no child any more, and neither is process 0. */
 static int has_ended(idtype_t which, pid_t child) {
     siginfo_t ended = {0};
     if (waitid(which, child, &ended, WEXITED | WNOHANG | WNOWAIT) != 0)
@@ -76,7 +76,7 @@ static int has_ended(idtype_t which, pid_t child) {
     return ended.si_pid != 0;
 }
 
-/* 0 = not known. A stage that is started again has another semaphore; what is known of the ended makes room for it. */
+/* 0 = not known. A restarted stage has another semaphore, which takes the place of an ended stage's. */
 static pid_t stage_behind(const sem_t *semaphore) {
     int place = -1;
     pid_t stage = 0;
@@ -118,7 +118,7 @@ int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
     return result;
 }
 
-/* Of libtritonserver.so, for its frontends. */
+/* A function of libtritonserver.so, which its front ends call. */
 void *TRITONSERVER_InferenceRequestSetPriorityUInt64(void *request, uint64_t priority) {
     void *(*set)(void *, uint64_t) = (void *(*)(void *, uint64_t))dlsym(RTLD_NEXT, __func__);
     void *(*new_error)(int, const char *) = (void *(*)(int, const char *))dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");

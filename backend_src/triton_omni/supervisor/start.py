@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's start: what is checked before, how much device memory Triton needs for tensors between stages, and what
-is reported on standard error.
-"""
+"""A server's start: the checks before it, the size of Triton's pool of device memory, and the report of progress."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _TRIED_BYTES: Final = 4096
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
-    """Look whether there is room for what the stages share.
+    """Check that there is room for the stages' shared memory.
 
     Raises:
         ServerError: there is less than `LEAST_SHARED_MIB`, or no such folder.
@@ -50,10 +48,10 @@ def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
 
 
 def check_caches(environment: Mapping[str, str]) -> None:
-    """Look whether what is compiled can be kept where the environment says, by writing something.
+    """Check that the caches of the environment can be written to, by writing a file.
 
     Raises:
-        ServerError: it cannot; the message names variable, folder and reason.
+        ServerError: a cache cannot be written to; the message names variable, folder and reason.
     """
     for variable in CACHES:
         if not (folder := environment.get(variable)):
@@ -65,13 +63,13 @@ def check_caches(environment: Mapping[str, str]) -> None:
 
 
 def check_gpu_share(environment: Mapping[str, str]) -> None:
-    """Look whether the stages would get a part of a GPU's multiprocessors alone.
+    """Check that the stages would not get only a part of a GPU's multiprocessors.
 
-    vLLM's own decode steps then give hidden states that are not finite. Seen with 30 and 65 % of an H100, and without
-    any kernel of this project.
+    vLLM's own decode steps would then give non-finite hidden states. Seen with 30 and 65 % of an H100, and without any
+    kernel of this project.
 
     Raises:
-        ServerError: they would.
+        ServerError: they would get only a part.
     """
     if (share := environment.get(MPS_SHARE, "")) not in {"", "100"}:
         raise ServerError(
@@ -81,7 +79,7 @@ def check_gpu_share(environment: Mapping[str, str]) -> None:
 
 
 def write_something(folder: Path) -> None:
-    """Write a file that is gone at once; raises OSError where that cannot be done."""
+    """Write a file that is removed at once; raise OSError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_TRIED_BYTES))
@@ -94,7 +92,7 @@ def write_something(folder: Path) -> None:
 
 _LOOKS_APART_S = 0.5
 _FIRST_REMINDER_S = 60.0
-"""Each further one comes after twice the time."""
+"""Seconds before the first reminder; each further one comes after twice the time."""
 
 
 def loaded_stages(pid: int) -> list[StageName]:
@@ -112,13 +110,13 @@ def stages_of(repository: Path) -> list[StageName]:
 
 
 class StartReport:
-    """Tells of one start, from the process to the first reply.
+    """Reports one start, from the process to the first reply.
 
     Args:
         pid: of tritonserver.
         log: its log; None = standard error.
-        stages: what it is to load.
-        loaded: what it has loaded by now.
+        stages: stages that it will load.
+        loaded: returns the stages that it has loaded by now.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class StartReport:
             say(f"starting: {_joined(self._left)} load; the first start on a machine compiles, which can take minutes")
 
     def look(self) -> None:
-        """See what has been loaded since; to be called again and again."""
+        """Report stages loaded since the last call; call this repeatedly."""
         now = self._clock()
         if not self._left or now - self._looked < _LOOKS_APART_S:
             return

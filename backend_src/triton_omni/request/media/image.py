@@ -38,11 +38,11 @@ ten.
 
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 _AFTER_SCAN: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-"""Within a scan, restart markers and escaped bytes are of the picture."""
+"""End of a scan; restart markers and escaped bytes belong to the scan."""
 _END, _SCAN, _APP1, _COMMENT = 0xD9, 0xDA, 0xE1, 0xFE
 _APPLICATION: Final = range(0xE0, 0xF0)
 _COLOURS: Final = (0xE0, 0xEE)
-"""JFIF's and Adobe's segments say which colours the picture has."""
+"""JFIF's and Adobe's segments, which state the picture's colour space."""
 _WITHOUT_LENGTH: Final = (0x01, 0xD8, *range(0xD0, 0xD8))
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _PNG_HEAD: Final = b"\x89PNG\r\n\x1a\n"
@@ -51,7 +51,7 @@ _PNG_PICTURE: Final = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 
 @dataclass(frozen=True)
 class PictureParts:
-    """A picture alone, and what its file says of its orientation."""
+    """A picture without other data, and its file's blocks with the orientation."""
 
     picture: bytes = field(repr=False)
     exif: bytes | None = None
@@ -60,7 +60,7 @@ class PictureParts:
 
 
 def picture_parts(data: bytes) -> PictureParts:
-    """The parts of a jpeg, a png or a webp file; what cannot be followed is left for the codec to judge.
+    """Return the parts of a jpeg, png or webp file; the codec judges files whose structure is broken.
 
     Raises:
         BadRequest: more parts, or more scans, than any encoder writes.
@@ -178,7 +178,7 @@ def decode_image(data: bytes, limits: RequestLimits, sizes: VisionSizes) -> Imag
 
 
 def _orientation(exif: bytes | None, xmp: bytes | None) -> int:
-    """EXIF's number of the orientation, 1 to 8; 1, upright, where it cannot be read."""
+    """Return EXIF's number of the orientation, 1 to 8; 1 (upright) if it cannot be read."""
     found = _XMP_ORIENTATION.search(xmp or b"")
     said: object = int(found[1]) if found else 1
     try:
@@ -196,7 +196,7 @@ def _check_pixels(width: int, height: int, limits: RequestLimits) -> None:
 
 
 def _check_webp_canvas(data: bytes, limits: RequestLimits) -> None:
-    """Pillow allocates an extended webp's whole canvas (up to 2**28 pixels) when it opens the file."""
+    """Check an extended webp's canvas, which Pillow allocates whole (up to 2**28 pixels) when it opens the file."""
     if data[8:16] == b"WEBPVP8X" and len(data) >= 30:
         width = 1 + int.from_bytes(data[24:27], "little")
         height = 1 + int.from_bytes(data[27:30], "little")
@@ -204,7 +204,7 @@ def _check_webp_canvas(data: bytes, limits: RequestLimits) -> None:
 
 
 def _on_white(image: Pillow.Image, transparency: object) -> Pillow.Image:
-    """RGB, transparent places white; `transparency` is a picture's transparent colour, if it has one."""
+    """Return RGB with transparent places white; `transparency` is the picture's transparent colour, if it has one."""
     if image.mode.startswith("I"):
         return _of_16_bits(np.asarray(image), transparency)
     if not image.has_transparency_data:
@@ -216,7 +216,7 @@ def _on_white(image: Pillow.Image, transparency: object) -> Pillow.Image:
 
 
 def _of_16_bits(gray: NDArray[np.integer[Any]], transparency: object) -> Pillow.Image:
-    """RGB of gray in 16 bits [H, W], which Pillow would clip to 8."""
+    """Return RGB of 16-bit gray [H, W], which Pillow would clip to 8 bits."""
     scaled = (gray.astype(np.uint32) * 255 + 32767) // 65535
     if isinstance(transparency, int):
         scaled[gray == transparency] = 255

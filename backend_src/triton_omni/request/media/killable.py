@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in processes of their own, which end by force: at a limit of time or memory, or when nobody wants the result.
+"""Runs calls in processes that are killed at a limit of time or memory, or when nobody wants the result.
 
-Knows no media. `fork_server` is what runs in those processes. `multiprocessing` has a fork server as well; its folder
-of sockets outlives a process that is killed, and its processes end at the first signal of a stop.
+Knows no media. The processes run `fork_server`. The fork server of `multiprocessing` does not serve: its folder of
+sockets outlives a killed process, and its processes end at the first signal of a stop.
 
 Large arrays of arguments and results lie in memory that the receiver maps, and are copied once. The memory has no name,
 so nothing is left of it when both processes end.
@@ -51,11 +51,11 @@ _ANSWERS: Final = {
     ("triton_omni.request.media.types", "image_of"),
     ("triton_omni.request.media.types", "Video"),
 }
-"""Classes that a decoder's answer may hold; none of them does anything when it is built."""
+"""Classes that a decoder's answer may hold; building them has no side effects."""
 
 
 class UnknownAnswerError(Exception):
-    """An object holds something that no decoder answers; the message names it."""
+    """An answer holds an object of another class than decoders send; the message names it."""
 
 
 def send_object(link: Connection, thing: object) -> None:
@@ -85,7 +85,7 @@ def receive_object(link: Connection) -> Any:
 
 
 def receive_answer(link: Connection) -> Any:
-    """Receive what a decoder answers, which a file may have taken over: nothing but numbers, texts and media is built.
+    """Receive the answer of a decoder, which a file may have taken over: build only numbers, texts and media.
 
     Its arrays are mapped, can be written to, and keep the memory for as long as they live.
 
@@ -102,7 +102,7 @@ def receive_answer(link: Connection) -> Any:
 
 class _Answer(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The classes of `_ANSWERS` alone."""
+        """Find only the classes of `_ANSWERS`."""
         if (module, name) not in _ANSWERS:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
@@ -145,7 +145,7 @@ LOOK_S: Final = 0.02
 NUMBER: Final = struct.Struct("i")
 """Number that a fork server writes about a process: its id, then its wait status after it ended."""
 _STAY: Final = {signal.SIGTERM, signal.SIGINT}
-"""Signals that all processes of a service may get at its stop, which begins with replies being finished."""
+"""Signals that all processes of a service may get at its stop, while open replies are still finished."""
 
 
 class Killed(Exception):
@@ -161,7 +161,7 @@ class OutOfTime(Killed):
 
 
 class OutOfHeaderTime(Killed):
-    """The header of a file took more CPU time than it may (`opening.open_file`)."""
+    """The header of a file took more CPU time than it may (`files.open_file`)."""
 
 
 class OutOfMemory(Killed):
@@ -189,7 +189,7 @@ class ForkServer:
         return self._server.pid
 
     def process(self, memory_bytes: int) -> KillableProcess:
-        """Fork a process, which may have so much memory besides what it begins with."""
+        """Fork a process that may use `memory_bytes` beyond its first memory."""
         with self._lock:
             try:
                 return self._fork(memory_bytes)
@@ -205,7 +205,7 @@ class ForkServer:
         self._server.wait()
 
     def _start(self) -> None:
-        # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
+        # An embedded interpreter, as in Triton's stub, does not know the program that starts another one.
         python = Path(sys.prefix) / "bin" / "python3"
         self._control, theirs = socket.socketpair()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STAY)  # which a new process inherits
@@ -255,7 +255,7 @@ class KillableProcess:
 
     @property
     def is_running(self) -> bool:
-        """True if it can be asked again: neither it nor its fork server has ended."""
+        """True if it can run another call: neither it nor its fork server has ended."""
         return not self._link.closed and not wait([self._end], 0)
 
     def run(self, call: Callable[[], ResultT], seconds: float, is_wanted: IsWanted) -> tuple[ResultT, float]:
@@ -282,12 +282,12 @@ class KillableProcess:
         return outcome, used
 
     def kill(self) -> None:
-        """End it, whatever it does; the second time this does nothing."""
+        """End it by force; a second call does nothing."""
         if not self._link.closed:
             self._close()
 
     def _close(self) -> int | None:
-        """End it; its wait status, None where the fork server has ended and cannot tell."""
+        """End it; return its wait status, None if the fork server has ended and cannot report it."""
         try:
             if self.is_running:  # else the id may be that of another process by now
                 os.kill(self.pid, signal.SIGKILL)
@@ -305,11 +305,11 @@ class KillableProcess:
             return OutOfTime()
         if code == signal.SIGPROF:
             return OutOfHeaderTime()
-        if code == signal.SIGKILL:  # by the kernel, where the machine's memory or a container's is used up
+        if code == signal.SIGKILL:  # by the kernel, if the memory of the machine or container is used up
             return OutOfMemory()
         return Crashed(signal.Signals(code).name if code > 0 else f"exit status {-code}")
 
     def _number(self) -> int | None:
-        """The next number of the fork server, None where it has ended."""
+        """Return the next number of the fork server; None = it has ended."""
         got = os.read(self._end, NUMBER.size)
         return NUMBER.unpack(got)[0] if got else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the pictures of a video are shown, and which of them the model sees. Pure: knows no codec and no file.
+"""Times of a video's pictures, and the choice of those that the model sees. Pure: knows no codec and no file.
 
-Every figure comes from the time stamps of the pictures. If they confirm the container's
-rate, pictures are chosen by number, as qwen-omni-utils does; otherwise they are chosen by time.
+Every figure comes from the time stamps of the pictures. If they confirm the container's rate, pictures are chosen by
+number, as qwen-omni-utils does; otherwise they are chosen by time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FRAME_FACTOR = 2
 """Frames are merged in pairs, so their number is even."""
 MIN_FRAMES = 4
 STILL_SECONDS = 1.0
-"""A picture that is shown so much longer than an even rate says is a still. Sound may outlast a last picture by less:
+"""A picture shown so much longer than at an even rate is a still. Sound may outlast a last picture by less:
 encoders pad it to whole packets."""
 EVEN_WITHIN = 0.4
 """Fraction of a picture's duration by which a constant rate may miss the time stamps. A single lost picture moves
@@ -35,7 +35,7 @@ class Timeline:
     """The pictures of a video in the order in which they are shown."""
 
     times: tuple[float, ...]
-    """Seconds from the beginning of the video, ascending; the first picture is shown from there on, even if later."""
+    """Seconds from the beginning of the video, ascending; the first picture is shown from the beginning in any case."""
     seconds: float
     """From the beginning to the end of the last picture."""
     is_even: bool
@@ -47,7 +47,7 @@ class Timeline:
 
         Args:
             times: seconds from the beginning of the video, ascending, at least one.
-            end: when the last picture is shown no longer, as far as the file tells.
+            end: end of the last picture in seconds, by the file.
             stated_rate: pictures a second that the container states.
         """
         rate = _even_rate(times, stated_rate)
@@ -59,12 +59,12 @@ class Timeline:
         return cls(tuple(times), round(end, 2), is_even)
 
     def choose(self, count: int) -> tuple[int, ...]:
-        """The numbers of `count` pictures, ascending; a picture that is shown for long comes several times."""
+        """Return the numbers of `count` pictures, ascending; a picture that is shown for long comes several times."""
         if self.is_even:
             numbers = torch.linspace(0, len(self.times) - 1, count).round().long()
             return tuple(numbers.tolist())
         asked = np.arange(count) * (self.seconds / count)
-        # Rounding must not hide a picture whose stamp is the very time that is asked for.
+        # Rounding must not hide a picture whose stamp equals the wanted time.
         latest = np.searchsorted(np.array(self.times), asked + 1e-6, side="right") - 1
         return tuple(max(int(number), 0) for number in latest)
 
@@ -100,7 +100,7 @@ def median_gap(times: Sequence[float]) -> float:
 
 
 def _even_rate(times: Sequence[float], stated: float | None) -> float | None:
-    """The rate that shows each picture near its stamp: the stated one, or the mean, or none."""
+    """Return the rate that shows each picture near its stamp: the stated one, the mean, or None."""
     stamps = np.array(times) - times[0]
     numbers = np.arange(len(times))
     mean = float(numbers[-1] / stamps[-1]) if stamps[-1] > 0 else None

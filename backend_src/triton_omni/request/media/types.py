@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded media, and the sizes that vision inputs are brought to.
+"""Decoded media, and the sizes to which vision inputs are resized.
 
 Knows no codec.
 """
@@ -129,10 +129,10 @@ class VisionSizes:
     fps: float = FPS
     """Frames a second."""
     max_frames: int | None = None
-    """Frames of one video; None = what the deployment allows."""
+    """Frames of one video; None = the deployment's limit."""
 
     def within(self, fps: float | None, max_frames: int | None, max_pixels: int | None) -> VisionSizes:
-        """These sizes as a request narrows them; None leaves a choice as it is."""
+        """Return these sizes, narrowed by a request; None leaves a value unchanged."""
         chosen = self if fps is None else replace(self, fps=fps)
         if max_pixels is not None:
             image, frame = (PixelRange(kind.low, min(kind.high, max_pixels)) for kind in (self.image, self.frame))

@@ -42,7 +42,7 @@ MAX_SOURCE_FPS = 240
 MAX_PACKETS_PER_SECOND = 2000
 """Maximum packets a second of all tracks together; bounds the time that packets without pictures take."""
 PICTURE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
-"""FFmpeg's decoders of what cameras, browsers and screen recorders write; its others are never run."""
+"""FFmpeg's decoders for the output of cameras, browsers and screen recorders; its others are never run."""
 PROBED_BYTES = 1 << 20
 """FFmpeg holds this much of a file as packets, each in a few hundred bytes, before it knows the tracks."""
 SOUND_SLACK_SECONDS = 1.0
@@ -61,9 +61,9 @@ def decode_video(
 
     Args:
         data: the file.
-        container: what its first bytes say it is; no other demuxer is tried.
+        container: its type by its first bytes; no other demuxer is tried.
         limits: of the deployment.
-        sizes: what frames are resized to.
+        sizes: sizes to which frames are resized.
         with_audio: take the audio track as well, if there is one.
 
     Raises:
@@ -84,7 +84,7 @@ def decode_video(
 
 
 def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Bicubic with antialiasing in 8 bits, the kernel that torchvision's `resize` uses for a uint8 tensor.
+    """Resize bicubically with antialiasing in 8 bits, by the kernel of torchvision's `resize` for uint8 tensors.
 
     Args:
         frame: [H, W, 3].
@@ -111,7 +111,7 @@ class _VideoFile:
     sizes: VisionSizes
 
     def read_frames(self) -> tuple[NDArray[np.uint8], float]:
-        """Sampled frames [T, H, W, 3] and how many a second they are."""
+        """Return sampled frames [T, H, W, 3] and their number a second."""
         track = self._survey()
         chosen, fps = self._choose(track, track.stamps)
         frames, shown = self._decode(chosen)
@@ -129,7 +129,7 @@ class _VideoFile:
         return frames, fps
 
     def _choose(self, track: _Track, stamps: Sequence[int]) -> tuple[list[int], float]:
-        """The time stamps of the sampled pictures, and how many a second they are."""
+        """Return the time stamps of the sampled pictures, and their number a second."""
         times = [(stamp - track.stamps[0]) * track.tick for stamp in stamps]
         timeline = Timeline.of(times, track.end, track.stated_rate)
         self._check_length(timeline)
@@ -138,7 +138,7 @@ class _VideoFile:
         return [stamps[number] for number in timeline.choose(count)], count / timeline.seconds
 
     def read_audio(self) -> Audio | None:
-        """The first audio track, or None where there is none."""
+        """Return the first audio track; None = there is none."""
         with self._open() as source:
             return decode_track(source, self.limits.max_video_seconds + SOUND_SLACK_SECONDS)
 
@@ -148,11 +148,11 @@ class _VideoFile:
 
     @property
     def _decoder_options(self) -> dict[str, str]:
-        """A decoder makes no room for larger frames, whatever the container says they are."""
+        """Return options that bound the frames for which a decoder allocates, whatever the container states."""
         return {"max_pixels": str(self.limits.max_image_pixels)}
 
     def _survey(self) -> _Track:
-        """When the pictures are shown, by the packets' time stamps; nothing is decoded."""
+        """Return the times of the pictures by the packets' stamps, without decoding."""
         most = math.ceil(MAX_PACKETS_PER_SECOND * self.limits.max_video_seconds)
         with self._open() as source:
             stream = self._stream(source)
@@ -174,7 +174,7 @@ class _VideoFile:
             return _Track.of(stream, sorted(pictures), sound_end)
 
     def _packets(self, source: InputContainer, *streams: VideoStream) -> Iterator[Packet[Any]]:
-        """The packets that hold something, up to where the file can be read no further."""
+        """Yield the non-empty packets, up to where the file is unreadable."""
         try:
             for packet in source.demux(*streams):
                 if packet.size:
@@ -183,7 +183,7 @@ class _VideoFile:
             logger.info("a video cannot be read to its end; what came before is taken")
 
     def _decode(self, wanted: Sequence[int]) -> tuple[NDArray[np.uint8], list[int]]:
-        """The frames of the time stamps `wanted`, of which one may come several times, and the stamps of all frames."""
+        """Return the frames of the time stamps `wanted`, which may repeat, and the stamps of all frames."""
         places: dict[int, list[int]] = {}
         for place, stamp in enumerate(wanted):
             places.setdefault(stamp, []).append(place)
@@ -206,7 +206,7 @@ class _VideoFile:
         return np.zeros((0, 0, 0, 3), np.uint8) if out is None else out, sorted(shown)
 
     def _frames(self) -> Iterator[VideoFrame]:
-        """All frames that can be decoded; a damaged packet gives none."""
+        """Yield all frames that can be decoded; a damaged packet gives none."""
         with self._open() as source:
             stream = self._stream(source)
             for packet in itertools.chain(self._packets(source, stream), (None,)):
@@ -216,7 +216,7 @@ class _VideoFile:
                     logger.debug("a damaged packet of a video is left out")
 
     def _room(self, count: int, first: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """An empty result: the frames share `max_video_pixels`, but none is scaled under 1.05 x the least size.
+        """Allocate the result: the frames share `max_video_pixels`, but none is scaled under 1.05 x the least size.
 
         qwen-vl-utils divides its `total_pixels` in the same way, but counts a pair of frames, which become one, once.
         """
@@ -245,7 +245,7 @@ class _VideoFile:
             raise TooLarge(f"frames of {width} x {height} pixels, the limit is {self.limits.max_image_pixels} in all")
 
     def _check_work(self, frames: int, pixels: int) -> None:
-        """Refuse what would take minutes to decode: a frame in which nothing moves costs a few bytes of the file."""
+        """Refuse a video that would take minutes to decode: a frame without motion takes only a few bytes."""
         limit = self.limits.max_video_source_pixels
         if frames * pixels > limit:
             raise TooLarge(f"{frames * pixels} pixels in all frames before they are scaled, the limit is {limit}")
@@ -298,9 +298,10 @@ def _known_codec(stream: VideoStream) -> VideoCodecContext:
 
 
 def upright(frame: VideoFrame) -> NDArray[np.uint8]:
-    """RGB [H, W, 3], turned and mirrored as the file's display matrix says (phones film upright that way).
+    """Return RGB [H, W, 3], turned and mirrored by the file's display matrix, as for upright videos of phones.
 
-    The matrix takes (x, y) to (a x + c y, b x + d y); of each axis the larger part counts, so that eight are left.
+    The matrix takes (x, y) to (a x + c y, b x + d y). Only the larger part of each axis counts, which leaves eight
+    cases.
     """
     pixels = cast("NDArray[np.uint8]", frame.to_ndarray(format="rgb24", threads=1))
     matrix = cast("Mapping[SideDataType, bytes]", frame.side_data).get(SideDataType.DISPLAYMATRIX)

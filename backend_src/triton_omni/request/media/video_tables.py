@@ -16,19 +16,19 @@ from triton_omni.core.errors import BadRequest, TooLarge
 from triton_omni.core.settings import RequestLimits
 
 SAMPLES_PER_SECOND: Final = 50_000
-"""Uncompressed sound has the most: a sample of the table is one of the sound."""
+"""Maximum samples a second; uncompressed sound has the most, one for each sample of the sound."""
 SHOWN_SAMPLES_FACTOR: Final = 2
-"""Samples that edits may show, over those that the tables may hold."""
+"""Factor of the samples that edits may show over those of the tables."""
 MOST_BOXES: Final = 10_000
-"""Outermost boxes; a file in fragments of a tenth of a second has twenty a second."""
+"""Maximum outermost boxes; a file in fragments of a tenth of a second has twenty a second."""
 
 MOST_TRACKS: Final = 32
-"""Cameras write up to eight, of places and movements too; a film with its languages has twenty."""
+"""Maximum tracks: cameras write up to eight, with places and movements; a film with languages has twenty."""
 
 _FFMPEG_REFUSES: Final = (2**32 - 1) // 24
-"""FFmpeg makes no index of so many entries, so text that spells a box's name is left alone (its letters are more)."""
+"""Entries beyond which FFmpeg makes no index. Text that spells a box's name claims more, and so is ignored."""
 _TABLE = re.compile(rb"stsz|stz2|trun|elst|cmov|trak")
-"""FFmpeg reads a box wherever it lies, so their places in the tree say nothing."""
+"""Names of the boxes; their places in the tree do not matter, since FFmpeg reads a box anywhere."""
 _EDIT_BYTES: Final = 12
 _CODEC_NAME = re.compile(
     rb"[VASDB]_[A-Z](?:(?<=\x86[\x80-\xff].{3})|(?<=\x86[\x40-\x7f].{4})|(?<=\x86[\x20-\x3f].{5})"
@@ -43,7 +43,7 @@ def check_webm(data: bytes) -> None:
     """Refuse more tracks than a video has.
 
     Raises:
-        BadRequest: so it is.
+        BadRequest: there are too many.
     """
     _check_tracks(sum(1 for _ in _CODEC_NAME.finditer(data)))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A medium for which the device has no memory fails its own request alone.
 
-The pass of media through their encoders is the one part of a step whose size requests decide; all else that a step
-needs is there from the start. It knows vLLM's encoder pass, not what fails a request.
+The pass of media through their encoders is the only part of a step whose size depends on requests; all other memory of
+a step is allocated at the start. It knows vLLM's encoder pass, not what fails a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class MediaMemoryMixin(_Runner):
-    """Encodes media one by one where there is no memory for all of a step, recorded or not.
+    """Encodes media one by one if there is no memory for all of a step's.
 
     Put it before the platform's runner in the bases. With several ranks an error is left to end them all: another rank
     may wait within a collective of the pass, which cannot be begun again.
@@ -42,7 +42,7 @@ class MediaMemoryMixin(_Runner):
         self._nothing = torch.full((), float("nan"), dtype=cast(torch.dtype, self.dtype), device=self.device)
 
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> list[Tensor]:
-        """vLLM's pass, which keeps nothing of what it has done unless it comes to its end."""
+        """Run vLLM's pass, which keeps no results if it is interrupted."""
         if self.parallel_config.world_size > 1:
             return super()._execute_mm_encoder(scheduler_output)
         scheduled = scheduler_output.scheduled_encoder_inputs
@@ -50,7 +50,7 @@ class MediaMemoryMixin(_Runner):
             return super()._execute_mm_encoder(scheduler_output)
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for the media of %d requests together: %s", len(scheduled), str(error))
-        # Out here nothing refers to the error any more, not even a record of the log, and so to what the attempt held.
+        # Outside the handler nothing refers to the error, not even a log record, so the attempt's memory is free.
         return [
             embedding
             for request_id, numbers in scheduled.items()
@@ -70,7 +70,7 @@ class MediaMemoryMixin(_Runner):
             name for name in scheduler_output.num_scheduled_tokens if self._reads(scheduler_output, name, medium)
         ]
         self.without_memory |= dict.fromkeys(sharers, medium.modality)
-        # One number, however large the medium is.
+        # A single number, expanded to the medium's size.
         nothing = self._nothing.expand(medium.mm_position.get_num_embeds(), self.inputs_embeds_size)
         self.encoder_cache[medium.identifier] = nothing
         return [nothing]

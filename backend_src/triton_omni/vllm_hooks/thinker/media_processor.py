@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's processor of a prompt's media, one at a time, and with sounds of their own beside videos that are heard."""
+"""vLLM's processor of a prompt's media, for one medium at a time, and for further sounds beside heard videos."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from triton_omni.vllm_hooks.thinker.prompt_media import TimeScale, film_order
 TIMES: Final = "second_per_grid_ts"
 HEARD: Final = "use_audio_in_video"
 FLOOR: Final = 2.0
-"""8 of a decimal logarithm, of which HF's features are quarters. Source: `WhisperFeatureExtractor` of transformers."""
+"""Floor below the loudest value: 8 decades, in HF's features a quarter each (`WhisperFeatureExtractor`)."""
 _SOUND, _MASK, _LENGTH = "input_audio_features", "feature_attention_mask", "audio_feature_lengths"
 _SIZES: Final = (_LENGTH, "image_grid_thw", "video_grid_thw")
-"""Fields that say how many tokens a medium has."""
+"""Fields that determine a medium's number of tokens."""
 
 
 class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
-    """vLLM's, with HF's processor but for the padding of sounds, and frames taken as they come."""
+    """vLLM's info with HF's processor, which pads sounds less and takes frames as they come."""
 
     def get_hf_processor(self, **kwargs: object) -> Any:
-        """The processor. vLLM keeps one for each set of arguments and gives it to nobody else, so it may be changed."""
+        """Return the processor; vLLM keeps one for each set of arguments and shares none, so it may be changed."""
         processor = super().get_hf_processor(**_without_times(kwargs))
         if not isinstance(processor.feature_extractor, LeastPaddedFeatures):
             processor.feature_extractor = LeastPaddedFeatures.from_dict(processor.feature_extractor.to_dict())
@@ -51,14 +51,14 @@ class ProcessingInfo(Qwen2_5OmniThinkerProcessingInfo):
 
 @dataclass
 class MediaInputs(ProcessorInputs):
-    """vLLM's, with the features of the media that were processed before."""
+    """vLLM's inputs, with the features of media that were processed before."""
 
     features: Mapping[str, Sequence[Features]] = field(default_factory=dict)
 
 
 class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
-    """vLLM's, for one medium at a time. If videos are heard, the first sounds are theirs, in their order; the others
-    have placeholders.
+    """vLLM's processor, for one medium at a time. If videos are heard, the first sounds are theirs, in their order; the
+    others have placeholders.
 
     A medium processed beside others may differ in its last bits: sounds are padded to the longest. By itself it has the
     same features in every prompt, so they can be kept.
@@ -71,14 +71,14 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
     _numbers = itertools.count()
 
     def place(self, prompt: ThinkerPrompt) -> dict[str, Any]:
-        """Process the media of a prompt and expand its placeholders: vLLM's engine input.
+        """Process the media of a prompt, expand its placeholders, and return vLLM's engine input.
 
         Raises:
             ValueError, TypeError: a medium cannot be processed.
         """
         inputs = MediaInputs(
             list(prompt.token_ids),
-            # vLLM's limit is of a request's media; a long sound has more pieces than that.
+            # vLLM limits a request's media, and a long sound may have more pieces than that.
             self.info.parse_mm_data(prompt.multi_modal_data, validate=False),
             hf_processor_mm_kwargs=prompt.mm_processor_kwargs,
             features=prompt.features,
@@ -123,9 +123,10 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
         return MultiModalKwargsItem({name: _compact(element) for name, element in items[kind][0].items()})
 
     def _piece(self, samples: int, slot: Features, context: SoundContext) -> MultiModalKwargsItem:
-        """Return the features of a piece of sound as those of the whole, but for what comes after it.
+        """Return a piece's features as in the whole sound, independent of the sound after it.
 
-        HF raises each value to `FLOOR` below the largest of the whole sound, here of the sound up to the piece's end.
+        HF raises each value to `FLOOR` below the largest of the whole sound; here it is the largest up to the piece's
+        end.
         """
         item = self._processed("audio", context.samples)
         found = cast(Tensor, item[_SOUND].data)
@@ -139,7 +140,7 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
     def omni_get_updates_use_audio_in_video(
         cls, thinker_config: Any, audio_len: int, video_grid_thw: Any, video_second_per_grid_t: float
     ) -> list[int]:
-        """Ids that take the place of a heard video, in HF's order."""
+        """Return the ids that replace a heard video's placeholder, in HF's order."""
         steps, rows, columns = map(int, video_grid_thw)
         size = rows * columns // thinker_config.vision_config.spatial_merge_size**2
         scale = TimeScale(thinker_config.position_id_per_seconds, thinker_config.seconds_per_chunk)
@@ -148,7 +149,7 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
         return [thinker_config.audio_start_token_id, *inner.tolist(), thinker_config.audio_end_token_id]
 
     def _maybe_apply_prompt_updates(self, mm_items: Any, mm_res: Any) -> tuple[list[int], Mapping[str, list[Any]]]:
-        """Ids with expanded placeholders, and where each medium is."""
+        """Return ids with expanded placeholders, and the place of each medium."""
         updates = mm_res.prompt_updates
         videos = len(updates.get("video", ()))
         own = [_numbered(item, index) for index, item in enumerate(updates.get("audio", ())[videos:])]
@@ -170,7 +171,7 @@ class MediaProcessor(Qwen2_5OmniThinkerMultiModalProcessor):
 
 
 def _compact(element: Any) -> Any:
-    """Return the field without the memory around its tensor: a sound's mask is a view of one for all samples."""
+    """Copy a field's tensor out of a larger one: a sound's mask is a view of a mask of all samples."""
     tensor = element.data
     return element if tensor.untyped_storage().nbytes() == tensor.nbytes else replace(element, data=tensor.clone())
 
@@ -180,7 +181,7 @@ def _fields(item: MultiModalKwargsItem, names: Sequence[str]) -> MultiModalKwarg
 
 
 def _timed(videos: Sequence[MultiModalKwargsItem], options: Mapping[str, Any]) -> list[MultiModalKwargsItem]:
-    """Return the videos with what the request says of them: their times, and whether they are heard."""
+    """Return the videos with the request's options: their times, and whether they are heard."""
     fields = [{HEARD: torch.tensor(bool(options.get(HEARD)))} for _ in videos]
     for own, seconds in zip(fields, options.get(TIMES, ()), strict=False):
         own[TIMES] = torch.tensor(seconds)
@@ -205,22 +206,22 @@ def _are_heard(videos: Sequence[Mapping[str, Any] | None]) -> bool:
 
 
 class LeastPaddedFeatures(WhisperFeatureExtractor):
-    """HF's extractor, which computes the same features of far fewer frames.
+    """HF's extractor with far less padding, and the same features.
 
-    HF pads every sound to the longest that the model takes, 300 s as published, and drops the frames of the padding
-    again: ten seconds of sound took as long as five minutes. Zeros as long as a window after the longest sound are
-    enough: no kept frame, and none with sound in it, sees the end of the padding, which is mirrored.
+    HF pads every sound to the model's longest, 300 s as published, and drops the frames of the padding again: ten
+    seconds of sound took as long as five minutes. A window of zeros after the longest sound is enough: no kept frame
+    sees the mirrored end of the padding.
     """
 
     def __call__(self, raw_speech: Any, *args: Any, **kwargs: Any) -> BatchFeature:
-        """Do as HF's; `max_length`, in samples, is the least that gives the same, for a list of sounds [S]."""
+        """Do as HF's; for a list of sounds [S], `max_length` is the least number of samples that gives the same."""
         if not args and kwargs.get("max_length") is None and isinstance(raw_speech, list | tuple):
             kwargs["max_length"] = self._enough(raw_speech)
         features: BatchFeature = super().__call__(raw_speech, *args, **kwargs)
         return features
 
     def _enough(self, sounds: Sequence[Any]) -> int | None:
-        """Samples, for sounds [S] each, as vLLM gives them; None for HF's other forms, which are padded as HF does."""
+        """Return the padded samples for a list of sounds [S], as from vLLM; None = another form, padded as by HF."""
         if not all(isinstance(sound, np.ndarray) and sound.ndim == 1 for sound in sounds):
             return None
         frames = -(-(max(map(len, sounds)) + self.n_fft) // self.hop_length)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thinker's network under a name of this project: vLLM's own, with HF's positions.
 
-vLLM inspects the classes of its own registry in a child process, where the preparations of `compat` do not
-hold; a registered class object is inspected in this process.
+vLLM inspects the classes of its own registry in a child process, which lacks the preparations of `compat`. It inspects
+a registered class object in this process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
     """Qwen2.5-Omni's thinker: text, image, sound and video in, logits and last hidden states out.
 
     Pixels come to the device as bytes and are normalised there, as in vLLM's Qwen2.5-VL with the same vision tower. On
-    the host that takes longer than scaling, and four times as much is copied.
+    the host that takes longer than scaling, and four times as many bytes are copied.
     """
 
     supports_mm_device_do_normalize = True
@@ -96,7 +96,7 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
         """Load the `thinker.` weights.
 
         Raises:
-            CheckpointError: one has not the network's shape.
+            CheckpointError: one does not have the network's shape.
             ValueError: one is missing or unexpected.
         """
         return load_named(super().load_weights, weights, self._checkpoint)
@@ -112,7 +112,7 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
     def embed_input_ids(
         self, input_ids: Tensor, multimodal_embeddings: Any = None, *, is_multimodal: Tensor | None = None
     ) -> Tensor:
-        """Embeddings [N, H] of a step's tokens [N], each medium's in the places of its kind.
+        """Return the embeddings [N, H] of a step's tokens [N], each medium's in the places of its kind.
 
         A step may begin with the end of a chunk's sound and end with the next pictures. vLLM takes these for media one
         after another, and gives the sound the embeddings of the pictures.
@@ -132,10 +132,10 @@ class ThinkerNetwork(Qwen2_5OmniThinkerForConditionalGeneration, VisionGraphs):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """M-RoPE positions int64 [3, P] of a prompt, and how far its reply's positions run ahead of their indices."""
+        """Return M-RoPE positions int64 [3, P] of a prompt, and the offset of the reply's from their indices."""
         config: Any = self.config
         scale = TimeScale(config.position_id_per_seconds, config.seconds_per_chunk)
-        # By numpy, as in `positions.py`.
+        # By numpy, as in `preprocessed.extend_positions`.
         media = _placed(mm_features, config.vision_config.spatial_merge_size)
         positions = prompt_positions(np.array(input_tokens), media, config.video_token_id, scale)
         return torch.from_numpy(positions), int(positions.max()) + 1 - len(input_tokens)
@@ -186,5 +186,5 @@ def media_features(engine_input: Mapping[str, Any]) -> list[MultiModalFeatureSpe
 
 
 def register() -> None:
-    """Make the architecture known to vLLM in this process; again is no error."""
+    """Make the architecture known to vLLM in this process; may be called again."""
     ModelRegistry.register_model(THINKER_ARCHITECTURE, ThinkerNetwork)

@@ -2,7 +2,7 @@
 """The thinker's schedulers, with a prefix cache or without, and the names of a prompt's prefixes.
 
 The engine enters blocks once their rows have arrived, and only those of prompts with a salt. The names are the hashes
-by which vLLM's prefix cache knows its blocks, known before vLLM has the prompt.
+of vLLM's prefix cache, computed before vLLM has the prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PrefixAsyncScheduler(PrefixCacheMixin, PausableAsyncScheduler):
 
 
 class PrefixIncrementalScheduler(PrefixCacheMixin, IncrementalAsyncScheduler):
-    """For such steps, and incremental ones."""
+    """For steps scheduled ahead, with incremental decode steps."""
 
 
 def scheduler_name(*, ahead: bool, incremental: bool, prefix_caching: bool) -> str:
@@ -51,7 +51,7 @@ Hasher = Callable[[Any], list[bytes]]
 
 
 def salted(hasher: Hasher) -> Hasher:
-    """Return vLLM's hasher for requests with a salt; one without shares nothing, so its blocks need no names."""
+    """Restrict vLLM's hasher to requests with a salt; others share nothing, so their blocks need no names."""
     return lambda request: [] if request.cache_salt is None else hasher(request)
 
 

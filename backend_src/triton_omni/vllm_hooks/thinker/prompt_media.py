@@ -2,7 +2,7 @@
 """The media of a prompt before any of them is processed: their places, their numbers of tokens, and their order as in
 HF. The order covers pictures and sound of a video that is heard, and M-RoPE positions.
 
-Sizes are scaled as vLLM says that HF's processors do; it knows no engine.
+Sizes are scaled as HF's processors do, by vLLM's account. It knows no engine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from triton_omni.vllm_hooks.shared.compat import Qwen2_5OmniThinkerProcessingInf
 
 @contextmanager
 def medium_refused() -> Iterator[None]:
-    """Messages of HF's and vLLM's processors may print the media themselves, so they go to the log alone.
+    """Replace errors of HF's and vLLM's processors, which may print media, and write them to the log alone.
 
     Raises:
-        BadRequest: instead.
+        BadRequest: in place of the error.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def medium_refused() -> Iterator[None]:
 
 
 def check_placeholders(prompt: ThinkerPrompt, media_ids: Mapping[str, int]) -> None:
-    """One placeholder a medium; the sound of a video shares the video's.
+    """Check that each medium has one placeholder; the sound of a video shares the video's.
 
     Args:
         prompt: before expansion.
@@ -56,7 +56,7 @@ def expanded_length(info: Qwen2_5OmniThinkerProcessingInfo, prompt: ThinkerPromp
     """Tokens of a prompt once its placeholders are expanded; a video with its sound has two more around it.
 
     Raises:
-        BadRequest: a medium's size is one that no processor takes.
+        BadRequest: no processor takes a medium of this size.
     """
     placeholders = sum(map(prompt.token_ids.count, media_ids.values()))
     around = 2 * len(prompt.multi_modal_data.get("video", ())) if _sounds_in_video(prompt) else 0
@@ -76,7 +76,7 @@ def media_length(info: Qwen2_5OmniThinkerProcessingInfo, media: Mapping[str, Seq
         media: "image" (PIL, or uint8 [H, W, 3]), "audio" (float32 [S]), "video" (uint8 [T, H, W, 3]).
 
     Raises:
-        BadRequest: a medium's size is one that no processor takes.
+        BadRequest: no processor takes a medium of this size.
     """
     return sum(_TOKENS[kind](info, medium) for kind, items in media.items() for medium in items)
 
@@ -90,7 +90,7 @@ def _of_image(info: Qwen2_5OmniThinkerProcessingInfo, image: Any) -> int:
 def _of_video(info: Qwen2_5OmniThinkerProcessingInfo, video: Any) -> int:
     frames, height, width, _ = video.shape
     processor: Any = info.get_hf_processor()
-    # HF's processor of all media goes before that of videos, whose own bounds are others.
+    # HF's processor of all media takes precedence over that of videos, whose bounds differ.
     bounds = processor.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
     return info.get_num_video_tokens(
         image_width=width,
@@ -141,7 +141,7 @@ class Placed:
     grid: tuple[int, int, int] | None = None
     """Grid of pictures: time steps, rows and columns; None = sound."""
     second_per_grid: float = 1.0
-    """Between two time steps; of an image it is of no effect."""
+    """Seconds between two time steps; without effect for an image."""
     is_heard: bool = False
     """True if a video's sound lies between its pictures, and a begin and an end token around both."""
 
@@ -150,7 +150,7 @@ def film_order(steps: int, size: int, sounds: int, second_per_grid: float, scale
     """Return the tokens of a heard video that are pictures: bool [steps * size + sounds].
 
     Chunks of pictures and of sound alternate. Source: `replace_multimodal_special_tokens` of HF's processor. There a
-    token begins at most one chunk: after a gap of several chunks the first tokens are chunks of their own.
+    token begins at most one chunk, so after a gap of several chunks the first tokens form chunks of one token.
 
     Args:
         steps: time steps.
@@ -177,8 +177,8 @@ def prompt_positions(tokens: Indices, media: Sequence[Placed], video_id: int, sc
 
     Args:
         tokens: the P ids.
-        media: in the order of the prompt; a heard video is one of them, its sound is none.
-        video_id: what stands for a video's picture.
+        media: in the order of the prompt; a heard video and its sound are one medium.
+        video_id: id of a video's picture tokens.
         scale: of the checkpoint.
     """
     positions = np.empty((3, len(tokens)), np.int64)
@@ -203,7 +203,7 @@ def _lay_text(positions: Indices, begin: int, end: int, following: int) -> int:
 
 
 def _lay_film(here: Indices, is_picture: NDArray[np.bool_], film: Placed, following: int, scale: TimeScale) -> int:
-    """Both begin tokens share a position, and both end tokens. Later positions continue from the last chunk."""
+    """Lay out a heard video: its two begin tokens share a position, and its two end tokens too."""
     inner = here[:, 1:-1]
     inner[:, is_picture] = following + _steps(film, scale)
     inner[:, ~is_picture] = following + np.arange(np.count_nonzero(~is_picture))
@@ -218,7 +218,7 @@ def _steps(medium: Placed, scale: TimeScale) -> Indices:
     if medium.grid is None:
         return np.broadcast_to(np.arange(medium.length), (3, medium.length))
     indices = np.indices(medium.grid).reshape(3, -1)
-    # In float32, as HF has it: a product near a whole number is cut off to another one in float64.
+    # In float32, as in HF: in float64 a product near a whole number may truncate to another.
     times = indices[0].astype(np.float32) * np.float32(medium.second_per_grid) * np.float32(scale.per_second)
     indices[0] = times.astype(np.int64)
     return indices

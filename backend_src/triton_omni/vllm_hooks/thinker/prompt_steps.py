@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps with prompts: the step of one prompt of text alone, and prompts whose M-RoPE positions are known beforehand.
 
-vLLM lays any mix of sequences out by two dozen small operations, during which an idle device waits. That delays the
-first audio of a single request, so such a step is laid out by a few copies.
+vLLM lays out any mix of sequences by two dozen small operations, during which an idle device waits. That delays the
+first audio of a single request, so this module lays out such a step by a few copies.
 
-The first message of a session carries its prompt's positions, so preprocessing computes them. vLLM
-would compute them again in the prompt's first step, for which all wait. This module knows vLLM's buffers.
+The first message of a session carries its prompt's positions, so preprocessing computes them. vLLM would compute them
+again in the prompt's first step, which delays all sequences. This module knows vLLM's buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ else:
 
 
 class LonePromptsMixin(_Runner):
-    """Lays such a step out itself, for a network of M-RoPE, and leaves every other to vLLM.
+    """Lays out the step of one text prompt, for a network with M-RoPE, and leaves all others to vLLM.
 
     Put it before the platform's runner in the bases, after classes that add to `_prepare_inputs`.
     """
@@ -52,11 +52,11 @@ class LonePromptsMixin(_Runner):
         if batch.num_reqs != 1 or batch.num_computed_tokens_cpu[0]:
             return False
         state = self.requests[batch.req_ids[0]]
-        # One that was preempted begins again with what it has said.
+        # A preempted sequence begins again with its reply so far.
         return count == state.num_prompt_tokens == state.num_tokens and not state.mm_features
 
     def _lay_prompt_out(self, count: int) -> None:
-        """Leave the state that later steps and the sampler read, as vLLM leaves it."""
+        """Lay out the step, with the same state for later steps and the sampler as vLLM's."""
         batch, ids, starts = self.input_batch, self.input_ids, self.query_start_loc
         batch.block_table.commit_block_table(1)
         ids.np[:count] = batch.token_ids_cpu[0, :count]
@@ -75,7 +75,7 @@ class LonePromptsMixin(_Runner):
 
 
 class PlacedPromptsMixin(_Runner):
-    """Takes the positions of prompts that were placed, and has vLLM compute those of others, as on other ranks.
+    """Uses the positions of placed prompts, and lets vLLM compute those of others, as on other ranks.
 
     Put it before the platform's runner in the bases. `place` and `forget_place` are called between steps, on the thread
     that steps the engine.
@@ -86,15 +86,15 @@ class PlacedPromptsMixin(_Runner):
         self._placed: dict[str, Tensor] = {}
 
     def place(self, request_id: str, positions: Tensor) -> None:
-        """Lay the prompt of this request at `positions`, int64 [3, P] on the CPU."""
+        """Give the prompt of this request its `positions`, int64 [3, P] on the CPU."""
         self._placed[request_id] = positions
 
     def forget_place(self, request_id: str) -> None:
-        """The request will not be scheduled any more; an unknown one is ignored."""
+        """Forget the positions of a request that is not scheduled any more; unknown ones are ignored."""
         self._placed.pop(request_id, None)
 
     def _init_mrope_positions(self, req_state: CachedRequestState) -> None:
-        """Once a request, when it is first scheduled."""
+        """Set the positions of a request when it is first scheduled."""
         positions = self._placed.pop(req_state.req_id, None)
         if positions is None:
             super()._init_mrope_positions(req_state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries JSON schemas in a process of their own: some end llguidance's process, and others take it minutes.
+"""Tries JSON schemas in a separate process: some crash llguidance's process, and others take it minutes.
 
-The process is given seconds of CPU time and bytes of memory. Its verdict on a schema holds for the thinker's process,
-which compiles the same schema with less of both. Verdicts are kept, and tell no caller what another one's schemas were.
+The process has limits of CPU time and memory. Its verdict on a schema holds for the thinker's process,
+which compiles the same schema with less of both. Verdicts are kept, and show no caller another caller's schemas.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cachetools import LRUCache
 CPU_SECONDS: Final = 2
 MEMORY_BYTES: Final = 512 << 20
 STACK_BYTES: Final = 1 << 20
-"""Half of what a thread of the thinker has at least: 2 MiB, where the system sets no limit."""
+"""Half of the smallest stack of a thinker's thread, which is 2 MiB without a limit of the system."""
 _WITHIN_S: Final = 60.0
-"""A machine that gives the process so little CPU time has other troubles."""
+"""Seconds that the process may take, far beyond its CPU time."""
 _OPTIONS: Final[Any] = {"whitespace_flexible": True}
 """Options of vLLM's compilation."""
 _EMPTY: Final = "no reply satisfies it (does a $ref lead to itself?)"
@@ -34,27 +34,27 @@ _OVERLAPPING: Final = "the alternatives of oneOf may overlap: use anyOf"
 
 
 class Verdict(NamedTuple):
-    """Why a schema cannot be used."""
+    """The result of trying a schema: the reason against it, if any."""
 
     reason: str = ""
-    """Empty = it can be."""
+    """Reason why it cannot be used; empty = it can."""
     path: str = ""
-    """The key at fault, below the schema; empty = not a single one."""
+    """Path of the key at fault, below the schema; empty = no single key."""
     is_too_costly: bool = False
     number: int = 0
-    """Number of the first schema at fault, of those tried together."""
+    """Index of the first schema at fault among those tried together."""
 
 
 def try_schemas(schemas: Sequence[str]) -> Verdict:
-    """Compile schemas elsewhere, one after the other; safe to call from many threads.
+    """Compile schemas in the process, one after the other; safe to call from many threads.
 
     Args:
         schemas: JSON of each, in one line. A string in place of an object is a whole grammar.
 
     Raises:
-        RuntimeError: the process could not do its work.
+        RuntimeError: the process failed.
     """
-    # An interpreter that is embedded, as in Triton's stub, does not know what program would start it.
+    # An embedded interpreter, as in Triton's stub, does not know the program that starts another one.
     command = [str(Path(sys.prefix) / "bin" / "python3"), "-m", __name__]
     try:
         content = "\n".join(schemas).encode()
@@ -64,7 +64,7 @@ def try_schemas(schemas: Sequence[str]) -> Verdict:
     reasons = [json.loads(line) for line in ended.stdout.splitlines()]
     for number, reason in enumerate(reasons):
         if reason:
-            # A process that ended while it looked for the key has said what is wrong.
+            # A process that ended during the search for the key has already reported the reason.
             return Verdict(reason, "".join(reasons[number + 1 :]), number=number)
     if len(reasons) == len(schemas):
         return Verdict()
@@ -87,8 +87,8 @@ def _verdict_on_end(ended_by: int) -> Verdict:
 
 
 def main() -> None:
-    """Say of each schema on standard input, in lines of JSON, why it cannot be used; of the first that cannot, also
-    which key is at fault.
+    """Write a line of JSON for each schema on standard input: the reason why it cannot be used, and for the first such
+    schema the key at fault.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.RLIM_INFINITY))
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def why_not(schema: str) -> str:
-    """The compiler's reason against a schema or a grammar, or its first token, in one line; empty = none."""
+    """Return the compiler's reason against a schema or grammar, or its first token, in one line; empty = none."""
     import llguidance
 
     try:
@@ -113,7 +113,7 @@ def why_not(schema: str) -> str:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_OPTIONS)
     except ValueError as error:
         return str(error)
-    # A vocabulary of single bytes: what a schema costs and whether it compiles does not depend on the words.
+    # A vocabulary of single bytes: cost and result of compiling a schema do not depend on the words.
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
@@ -122,12 +122,12 @@ def why_not(schema: str) -> str:
 
 
 def key_at_fault(schema: dict[str, Any] | str, reason: str) -> str:
-    """The path of the key, or of the schema, which is refused for the same reason by itself; a grammar has none."""
+    """Return the path of the smallest part that is refused for the same reason by itself; a grammar has none."""
     from triton_omni.request.strict_json import key_step
 
     if isinstance(schema, str):
         return ""
-    # A part is tried beside what it may refer to.
+    # A part is tried together with the definitions that it may refer to.
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path: str
     for path, node in reversed(list(_nodes(schema))):
@@ -165,14 +165,14 @@ if __name__ == "__main__":
 
 
 KEPT: Final = 256
-"""Verdicts; most callers ask for the same few schemas again and again."""
+"""Maximum verdicts kept; most callers use the same few schemas."""
 
 
 class SchemaVerdicts:
     """Verdicts on the schemas that were tried last; safe to use from many threads.
 
-    By time a caller could tell what another one has asked for. So those of one salt share their verdicts, as those
-    without a salt do, and neither schemas nor what quotes them is kept.
+    A fast answer would tell a caller that another one used the same schema. So only callers of one salt, or without
+    any, share verdicts. Neither schemas nor reasons that quote them are kept.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class SchemaVerdicts:
         self._lock = threading.Lock()
 
     def of(self, schemas: Sequence[str], salt: str | None = None) -> Verdict:
-        """Return the verdict on schemas that belong together, which are tried unless that is known.
+        """Return the verdict on schemas that belong together; they are tried unless it is known.
 
         Raises:
             RuntimeError: see `try_schemas`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinker's record of a sequence, beside vLLM's: its text, how it is sampled, by which ids its reply ends."""
+"""The thinker's record of a sequence, beside vLLM's: its text, its sampling, and the ids that end its reply."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Sequence:
     detokenizer: Any
     """vLLM's `IncrementalDetokenizer` of the request."""
     structured: Any
-    """vLLM's `StructuredOutputRequest`, or None where there is no schema."""
+    """vLLM's `StructuredOutputRequest`; None = the reply has no schema."""
 
     speech: Speech
 
     def count(self, news: CompletionOutput) -> None:
-        """Take note of the tokens that a step gave, of which there is one at most."""
+        """Count the token of a step, if it gave one."""
         self.release.reply_tokens += len(news.token_ids)
         self.speech.count(news, len(self.detokenizer.output_text))
 
     @property
     def is_sound(self) -> bool:
-        """False if a call was drawn from values that are not finite: its rows, which nobody gets, tell it."""
+        """False if a call was drawn from non-finite values, as its rows show, which are not given."""
         return self.release.is_sound or not self.speech.is_over
 
     @property
@@ -59,7 +59,7 @@ class Speech:
     def __init__(self, sampling: Sampling) -> None:
         may_call = sampling.tools is not None and sampling.tools.max_calls
         self.reader = CallReader() if may_call else None
-        """None = the reply calls nothing."""
+        """None = the reply may call nothing."""
         self._stop = StopCut(sampling.stop) if sampling.stop else None
         self._call = Cut() if may_call else None
 
@@ -74,7 +74,7 @@ class Speech:
         return self.reader is not None and self.reader.has_begun
 
     def count(self, news: CompletionOutput, length: int) -> None:
-        """Take note of the news of a step, after which the text has `length` characters."""
+        """Count the output of a step, after which the text has `length` characters."""
         is_last = news.finish_reason is not None
         if news.token_ids:
             for cut in self.cuts:
@@ -90,12 +90,12 @@ class Speech:
             self._call.keep_before(self.reader.said)
 
     def why_finished(self, reason: FinishReason, stop_string: str | None) -> FinishReason:
-        """Return the reason as the client gets it, of one of vLLM's; a stop string may have cut a call off."""
+        """Turn vLLM's reason into the client's; a stop string may have cut a call off."""
         return "tool_calls" if reason == "stop" and stop_string is None and self.is_over else reason
 
 
 def stop_string_of(completion: CompletionOutput) -> str | None:
-    """The stop string that ended a reply; what vLLM calls its stop reason may also be an id."""
+    """Return the stop string that ended a reply; vLLM's stop reason may also be an id."""
     reason = completion.stop_reason
     return reason if isinstance(reason, str) else None
 
@@ -128,13 +128,13 @@ def to_parameters(sampling: Sampling, ends: Collection[int]) -> CheckedParams:
         structured_outputs=_structure(sampling),
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        # The end ids are HF's, whatever the tokenizer calls its end.
+        # The end ids are HF's, whatever the tokenizer's end token is.
         ignore_eos=True,
         stop_token_ids=list(ends),
         skip_special_tokens=True,
         output_kind=RequestOutputKind.DELTA,
         extra_args=seed_args(sampling.seed),
-        # Made for this request alone: vLLM need not copy all that it holds.
+        # This object belongs to one request, so vLLM need not copy it.
         skip_clone=True,
     )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of functions in a reply: the grammar that holds a reply to them, and their reading while it is written.
+"""Calls of functions in a reply: the grammar that constrains them, and the reader that finds them in the growing text.
 
 A call is `<tool_call>`, a line of JSON, `</tool_call>`, as Qwen2.5 was trained to write it. Text before the first one
-has no such mark. The grammar is in llguidance's dialect of Lark: vLLM's structural tags say less, since they neither
-force a call nor bound their number. vLLM's parser of the Hermes format reads the calls.
+has no such mark. The grammar is in llguidance's dialect of Lark, since vLLM's structural tags can neither
+force a call nor bound the number of calls. vLLM's parser of the Hermes format reads the calls.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _NAME: Final = '\n{"name": "'
 _ARGUMENTS: Final = '", "arguments": '
 _END: Final = "}\n</tool_call>"
 _SPACED: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of arguments is as in the calls that the model was trained on."""
+"""White space of arguments, as in the calls of the model's training."""
 
 _TEXT: Final = r"(.|\n)*"
 _LEXEMES: Final = (
     f"TEXT: /{_TEXT}/",
     f"UNMARKED: /{_TEXT}/ & ~/{_TEXT}{_MARK}{_TEXT}/",
-    # Lazy: the mark ends it wherever it comes, so no text can pass it.
+    # Lazy: it ends at the first mark, so no text can contain one.
     f"before[lazy]: /{_TEXT}{_MARK}/",
     f"mark: {json.dumps(_MARK)}",
 )
 
 
 def tool_grammar(rules: ToolRules, json_schema: str | None = None) -> str:
-    """The grammar of a reply under these rules.
+    """Return the grammar of a reply under these rules.
 
     Args:
         rules: of the request's tools.
-        json_schema: what a reply without calls keeps to; None = any text.
+        json_schema: schema of a reply without calls; None = any text.
     """
     lines = ["%llguidance {}", f"start: {_start(rules, is_json=json_schema is not None)}", *_LEXEMES]
     if json_schema is not None:
@@ -48,7 +48,7 @@ def tool_grammar(rules: ToolRules, json_schema: str | None = None) -> str:
 
 
 def _start(rules: ToolRules, *, is_json: bool) -> str:
-    """The forms that a reply may have."""
+    """Return the alternatives for a reply."""
     if not rules.max_calls:
         return "json" if is_json else "UNMARKED"
     calls = f"call more{{0,{rules.max_calls - 1}}}" if rules.max_calls > 1 else "call"
@@ -67,13 +67,13 @@ def _calls(rules: ToolRules) -> list[str]:
 
 
 def held_schema(function: Function) -> str:
-    """The schema that arguments are held to, with its options for llguidance."""
+    """Return the schema of a function's arguments, with options for llguidance."""
     options = json.dumps({**_SPACED, "lenient": not function.is_strict})
     return f'{{"x-guidance":{options},{function.schema[1:]}'
 
 
 def _json(schema: str) -> str:
-    """JSON of a schema, in which nothing is left that llguidance takes as a sign of another dialect."""
+    """Return a schema's JSON, with `::=` escaped, which llguidance takes as a sign of another dialect."""
     return "%json " + schema.replace("::=", r"::\u003d")
 
 
@@ -84,32 +84,32 @@ class ReplyDelta(NamedTuple):
     """The text and calls of one step."""
 
     text: str = ""
-    """Text to be said."""
+    """Text to be spoken."""
     calls: tuple[CallPiece, ...] = ()
 
 
 class CallReader:
-    """Divides one reply into what is said and what is called.
+    """Divides one reply into spoken text and calls.
 
-    The reader keeps text back as long as it may begin the mark of a call. Nothing after the mark is said.
+    It keeps text back as long as that may begin the mark of a call. No text after the mark is spoken.
     """
 
     def __init__(self) -> None:
         self.said = 0
-        """Characters of the text that are said."""
+        """Number of characters that are spoken."""
         self.delta = ReplyDelta()
         """Text and calls of the last step."""
         self._text = ""
-        # It reads text, no tokens.
+        # The parser reads text, not tokens, so it needs no tokenizer.
         self._parser = Hermes2ProToolParser(_NO_TOKENIZER)
 
     @property
     def has_begun(self) -> bool:
-        """True once nothing more is said."""
+        """True once a call has begun, after which no text is spoken."""
         return self._parser.tool_call_start_token in self._text
 
     def feed(self, text: str, *, is_last: bool) -> None:
-        """Take the next characters; with the last ones everything is told."""
+        """Take the next characters and set `delta`; the last characters release all text kept back."""
         self._text += text
         found = self._parser.extract_tool_calls_streaming("", self._text, text, (), (), (), _NO_REQUEST)
         content = "" if found is None else found.content or ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thinker's model runner and the worker that vLLM loads by name.
 
-It puts the mixins together; what they do is in the modules that they are imported from.
+It combines the mixins; their modules describe them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ThinkerRunner(
     PrefillGraphsMixin,
     PlatformRunner,
 ):
-    """vLLM's runner with hidden rows, their mirror, media that may find no memory, batched seeded sampling, and graphs
-    of prompts. Incremental decode steps and steps of one prompt cost it little.
+    """vLLM's runner with hidden rows, their mirror, media that may find no memory, batched seeded sampling, graphs of
+    prompts, incremental decode steps and fast steps of one prompt.
     """
 
 
@@ -47,21 +47,21 @@ class ThinkerWorker(StageWorker):
     tensor_parallel = True
 
     def init_device(self) -> None:
-        """Start the device, in a process that knows nothing yet where this is not the first rank."""
+        """Start the device; ranks after the first prepare their process before that."""
         networks.register()
         super().init_device()
         if self.model_config.dtype == torch.float32:
             use_full_float32(self.runner.device)
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's, and the vision tower's, which vLLM leaves to the first image, in a step that others share."""
+        """Warm up vLLM and the vision tower, which vLLM would compile in the first image's step, shared with others."""
         times = super().compile_or_warm_up_model()
         self.runner.network.warm_vision_up()
         return times
 
     @property
     def runner(self) -> ThinkerRunner:
-        """The model runner; there is one once the device is started."""
+        """The model runner, once the device is started."""
         return cast(ThinkerRunner, self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
