@@ -163,7 +163,8 @@ async def test_an_open_session_is_told_of_a_restart_and_its_next_response_is_who
                 away = (await session.asked("response.create", "response.done")).response
                 assert (away.status, away.status_details.error.message) == ("failed", NOT_NOW)
             await asyncio.to_thread(wait_for, server.client.ready, server.log, BACK_WITHIN_S)
-            again = (await session.asked("response.create", "response.done")).response
+            short = {"max_output_tokens": 20}
+            again = (await session.asked("response.create", "response.done", response=short)).response
             assert again.status in ("completed", "incomplete"), again.status_details
             assert session.heard()
     board.close()
