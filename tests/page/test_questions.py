@@ -155,6 +155,20 @@ def test_without_detection_of_turns_a_press_begins_and_a_press_ends(
     assert np.sqrt(np.mean(recorded**2)) > 0.01  # the beeps of the browser's own microphone
 
 
+def test_the_page_connects_until_the_microphone_is_heard(at: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "is_installed", lambda: False)
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    at.page.route("**/v1/realtime/client_secrets", hold)
+    at.page.get_by_role("button", name="Talk").click()
+    at.state("connecting")
+    held.pop().continue_()
+    at.state("hearing")
+
+
 def test_opening_the_microphone_cuts_the_reply_off(
     triton: FakeTriton, at: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

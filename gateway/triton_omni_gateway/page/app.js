@@ -72,7 +72,7 @@ function currentState() {
   if (!health.isReady) {
     return "away";
   }
-  if (!isConnected) {
+  if (!isConnected || (talk.isOn && !talk.isHeard)) {
     return "connecting";
   }
   if (dialogue.isWaiting || isAsking) {
@@ -95,7 +95,7 @@ function show() {
     composer.focus(); // which would otherwise be nowhere
   }
   stopButton.hidden = !dialogue.reply;
-  freshButton.disabled = log.isEmpty;
+  freshButton.disabled = log.isEmpty || isAsking;
 }
 
 function followHealth() {

@@ -16,6 +16,7 @@ export class Composer {
   #text = byId("text", HTMLTextAreaElement);
   #list = byId("attachments", HTMLUListElement);
   #send = byId("send", HTMLButtonElement);
+  #attach = byId("attach", HTMLButtonElement);
   /** @type {import("./media.js").Medium[]} */
   #media = [];
   #isReady = false;
@@ -91,8 +92,10 @@ export class Composer {
     }
   }
 
+  /** Take the focus, but not to the text on a phone: its keyboard would cover the conversation. */
   focus() {
-    this.#text.focus();
+    const { matches: isTouched } = matchMedia("(pointer: coarse)");
+    (isTouched ? this.#attach : this.#text).focus();
   }
 
   /** Send the draft, if there is one and it may be sent. */
@@ -128,7 +131,7 @@ export class Composer {
   #takeFiles() {
     const chosen = byId("files", HTMLInputElement);
     const area = byId("drop", HTMLElement);
-    byId("attach", HTMLButtonElement).addEventListener("click", () => chosen.click());
+    this.#attach.addEventListener("click", () => chosen.click());
     chosen.addEventListener("change", () => {
       this.attach([...(chosen.files ?? [])]);
       chosen.value = "";

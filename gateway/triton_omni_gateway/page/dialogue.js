@@ -84,13 +84,19 @@ export class Dialogue {
    */
   async ask(draft, seen) {
     this.stop();
-    await this.open();
     const { text, media } = draft;
     const id = newId();
     const said = text ? [{ type: /** @type {const} */ ("input_text"), text }] : [];
     const content = [...media.flatMap(({ parts }) => parts), ...seen, ...said];
-    this.#create({ id, role: "user", content });
-    this.#show(id, this.#log.ask(text, media));
+    const view = this.#log.ask(text, media);
+    try {
+      await this.open();
+      this.#create({ id, role: "user", content });
+    } catch (failure) {
+      this.#log.remove(view);
+      throw failure;
+    }
+    this.#show(id, view);
     this.#conversation.keep(id, "user", content);
     this.#wait({ id, draft });
   }
