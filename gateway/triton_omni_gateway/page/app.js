@@ -57,7 +57,7 @@ let isConnected = false;
 let isLocked = false;
 /** A question is on its way to the session. */
 let isAsking = false;
-/** What to do at "Try again". */
+/** The action of "Try again". */
 let retry = connect;
 
 /** @returns {keyof typeof STATES} */

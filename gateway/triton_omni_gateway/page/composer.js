@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/** What the user is about to say: text, and files that were chosen, dropped or pasted. */
+/** The draft of the next message: text, and files that were chosen, dropped or pasted. */
 
 import { byId, element, preview } from "./dom.js";
 import { mediumOf } from "./media.js";
@@ -39,7 +39,7 @@ export class Composer {
     this.#takeFiles();
   }
 
-  /** Whether nothing is written and nothing attached. */
+  /** True if nothing is written and nothing attached. */
   get isEmpty() {
     return this.#text.value.trim() === "" && this.#media.length === 0;
   }
@@ -59,7 +59,7 @@ export class Composer {
     return draft;
   }
 
-  /** What is attached, which it no longer is afterwards. */
+  /** Take the attached files: none is attached afterwards. */
   takeMedia() {
     const media = this.#media;
     this.#media = [];

@@ -33,7 +33,7 @@ export class Talk {
     this.#button.addEventListener("click", () => (this.isOn ? this.#end() : this.#begin()));
   }
 
-  /** Whether it may be pressed. */
+  /** Allow a press, or not yet. */
   set isReady(/** @type {boolean} */ ready) {
     this.#button.disabled = !Microphone.isAllowed || !(ready || this.isOn);
   }
