@@ -20,7 +20,7 @@ from browser import PHONE, ROOT, Visit, launch, visit
 from client_fakes import INFO, FakeTriton, chunk, tell
 from gateway_fakes import MODEL, TIMEOUT_S, RunningGateway
 from media_samples import audio_file
-from page_chat import SPEECH, TEXT, file, refusal
+from page_chat import SPEECH, TEXT, file, held, refusal
 from triton_omni_gateway.realtime import detection
 
 FOLDER = "PAGE_PICTURES"
@@ -83,16 +83,11 @@ class Reply:
 
 
 def opened(at: Visit) -> Iterator[str]:
-    held: list[Any] = []
-
-    def hold(route: Any) -> None:
-        held.append(route)
-
-    at.page.route("**/v1/models", hold)
+    offers = held(at, "**/v1/models")
     at.page.reload()
     at.state("connecting")
     yield "connecting"
-    for route in held:
+    for route in offers:
         route.continue_()
     at.page.unroute("**/v1/models")
     at.state("ready")
