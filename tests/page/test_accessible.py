@@ -63,6 +63,18 @@ def test_fingers_are_told_of_no_keys_and_their_keyboard_stays_away(
         assert at.page.evaluate("document.activeElement.id") == "attach"
 
 
+def test_a_notch_hides_nothing(browser: Any, gateway: RunningGateway) -> None:
+    with visit(browser, gateway.base, **ON_ITS_SIDE) as at:
+        at.state("ready")
+        insets = {"left": 47, "leftMax": 47, "right": 47, "rightMax": 47}
+        at.page.context.new_cdp_session(at.page).send("Emulation.setSafeAreaInsetsOverride", {"insets": insets})
+        at.wait_until("document.querySelector('.mark').getBoundingClientRect().left >= 47")
+        for shown in ("header", "#log", "#composer", "#stage"):
+            box = at.page.locator(shown).bounding_box()
+            assert box["x"] >= 47, shown
+            assert box["x"] + box["width"] <= 844 - 47, shown
+
+
 def test_everything_is_reached_by_the_keyboard_in_order_and_its_focus_seen(at: Visit) -> None:
     assert at.page.is_visible("#keys")
     at.page.fill("#text", "x")
