@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / ".cache" / "page-tools"
 AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
 VARIABLE = "CHROMIUM"
+PHONE: dict[str, Any] = {"is_mobile": True, "has_touch": True}
+"""Options of a browser session that fingers touch, besides its size."""
 _REFUSED = "Failed to load resource: the server responded with a status of"
 """The browser's own remark on every answer of 4xx or 5xx."""
 _DEVICES = """

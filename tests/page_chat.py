@@ -65,5 +65,16 @@ def choose(at: Visit, **settings: Any) -> None:
     at.page.click("#done")
 
 
+def held(at: Visit, address: str) -> list[Any]:
+    """The page's requests of this address from now on, each of which waits until the test continues it."""
+    routes: list[Any] = []
+
+    def hold(route: Any) -> None:
+        routes.append(route)
+
+    at.page.route(address, hold)
+    return routes
+
+
 def file(name: str, kind: str, data: bytes) -> dict[str, Any]:
     return {"name": name, "mimeType": kind, "buffer": data}

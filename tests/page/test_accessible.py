@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 
-from browser import Visit, audit, visit
+from browser import PHONE, Visit, audit, visit
 from client_fakes import FakeTriton
 from gateway_fakes import RunningGateway
 from media_samples import audio_file, image_file, video_file
 from page_chat import file, refusal
 
-PHONE = {"width": 360, "height": 640}
+UPRIGHT = {**PHONE, "viewport": {"width": 360, "height": 640}}
+ON_ITS_SIDE = {**PHONE, "viewport": {"width": 844, "height": 390}}
+TABLET = {**PHONE, "viewport": {"width": 1024, "height": 768}}
+DARK = {"color_scheme": "dark"}
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE}], ids=["light", "dark", "phone"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, DARK, UPRIGHT, {**UPRIGHT, **DARK}, ON_ITS_SIDE, {**ON_ITS_SIDE, **DARK}],
+    ids=["light", "dark", "phone", "phone-dark", "landscape", "landscape-dark"],
+)
 def test_the_page_is_accessible(
     browser: Any, triton: FakeTriton, gateway: RunningGateway, options: dict[str, Any]
 ) -> None:
@@ -37,11 +44,39 @@ def test_the_page_is_accessible(
         assert audit(at) == []
         at.page.click("#done")
         assert [empty, speaking, audit(at)] == [[], [], []]
-        width, inner = at.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-        assert width <= inner
+        width = at.page.viewport_size["width"]
+        assert at.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("options", [UPRIGHT, ON_ITS_SIDE, TABLET], ids=["upright", "on its side", "tablet"])
+def test_fingers_are_told_of_no_keys_and_their_keyboard_stays_away(
+    browser: Any, triton: FakeTriton, gateway: RunningGateway, options: dict[str, Any]
+) -> None:
+    triton.script = triton.endless
+    with visit(browser, gateway.base, **options) as at:
+        at.state("ready")
+        assert not at.page.is_visible("#keys")
+        at.write("What is the sea?")
+        at.state("speaking")
+        at.page.tap("#stop")
+        at.state("ready")
+        assert at.page.evaluate("document.activeElement.id") == "attach"
+
+
+def test_a_notch_hides_nothing(browser: Any, gateway: RunningGateway) -> None:
+    with visit(browser, gateway.base, **ON_ITS_SIDE) as at:
+        at.state("ready")
+        insets = {"left": 47, "leftMax": 47, "right": 47, "rightMax": 47}
+        at.page.context.new_cdp_session(at.page).send("Emulation.setSafeAreaInsetsOverride", {"insets": insets})
+        at.wait_until("document.querySelector('.mark').getBoundingClientRect().left >= 47")
+        for shown in ("header", "#log", "#composer", "#stage"):
+            box = at.page.locator(shown).bounding_box()
+            assert box["x"] >= 47, shown
+            assert box["x"] + box["width"] <= 844 - 47, shown
 
 
 def test_everything_is_reached_by_the_keyboard_in_order_and_its_focus_seen(at: Visit) -> None:
+    assert at.page.is_visible("#keys")
     at.page.fill("#text", "x")
     at.page.focus("#log")
     reached = []

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from browser import Visit, audit, visit
 from client_fakes import FakeTriton, failure, serve_grpc, tell
 from gateway_fakes import MODEL, RunningGateway
 
-PICTURES = "PAGE_PICTURES"
 UNLOADED = "Request for unknown model: 'qwen2_5_omni' is not found"
 
 
@@ -102,5 +99,3 @@ def test_all_can_read_that_the_server_is_away(
     with visit(browser, gateway.base, color_scheme=colours) as at:
         at.state("away")
         assert audit(at) == []
-        if folder := os.environ.get(PICTURES):
-            at.page.screenshot(path=Path(folder) / f"away-{colours}.png")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three spoken turns, the second of which interrupts: recorded speech is the microphone of a browser."""
+"""Three spoken turns, the second of which interrupts: recorded speech is the microphone of a browser.
+
+Its camera shows a picture, so each turn begins with one.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,12 @@ def spoken(path: Path) -> None:
     soundfile.write(path, np.concatenate([quiet, turn, quiet, turn, quiet, turn, quiet]), rate, subtype="PCM_16")
 
 
+def parts(chat: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Who says what: a text, or the kinds of its parts."""
+    contents = [(message["role"], message["content"]) for message in chat]
+    return [(role, said if isinstance(said, str) else [part["type"] for part in said]) for role, said in contents]
+
+
 def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path) -> None:
     spoken(tmp_path / "spoken.wav")
     script = Scripted()
@@ -64,6 +73,8 @@ def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path
         visit(listening, gateway.base) as at,
     ):
         at.state("ready")
+        at.page.get_by_role("button", name="Camera").click()
+        at.wait_until("document.querySelector('#mirror').videoWidth > 0")
         at.page.get_by_role("button", name="Talk").click()
         at.state("hearing")
         at.state("speaking")
@@ -77,10 +88,10 @@ def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path
         kinds = [event["type"] for event in at.events]
     first, second, third = script.chats
     heard = heard_text(REPLIES[0][0], cut["audio_end_ms"] / 1000)
-    assert [message["role"] for message in first] == ["user"]
-    assert [message["role"] for message in second] == ["user", "assistant", "user"]
-    assert [message["role"] for message in third] == ["user", "assistant", "user", "assistant", "user"]
-    assert (second[1]["content"], third[3]["content"]) == (heard, REPLIES[1][0])
+    turn = [("user", ["image"]), ("user", ["audio"])]
+    assert parts(first) == turn
+    assert parts(second) == [*turn, ("assistant", heard), *turn]
+    assert parts(third) == [*parts(second), ("assistant", REPLIES[1][0]), *turn]
     begins = [place for place, kind in enumerate(kinds) if kind == "input_audio_buffer.speech_started"]
     ends = [place for place, kind in enumerate(kinds) if kind == "input_audio_buffer.speech_stopped"]
     assert begins[1] < kinds.index("conversation.item.truncate") < ends[1]

@@ -16,7 +16,7 @@ from browser import Visit, visit
 from client_fakes import FakeTriton, inputs_of, parameters_of, tell
 from gateway_fakes import run_gateway
 from media_samples import audio_file, image_file, video_file
-from page_chat import asked, choose, file, messages, said
+from page_chat import asked, choose, file, held, messages, said
 from triton_omni_gateway.realtime import detection
 
 
@@ -153,6 +153,25 @@ def test_without_detection_of_turns_a_press_begins_and_a_press_ends(
     recorded, rate = soundfile.read(io.BytesIO(inputs_of(asked(triton)[-1])["media"][0]))
     assert (len(recorded) / rate > 0.9, rate) == (True, 16000)
     assert np.sqrt(np.mean(recorded**2)) > 0.01  # the beeps of the browser's own microphone
+
+
+def test_the_page_connects_until_the_microphone_is_heard(at: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "is_installed", lambda: False)
+    secrets = held(at, "**/v1/realtime/client_secrets")
+    at.page.get_by_role("button", name="Talk").click()
+    at.state("connecting")
+    secrets.pop().continue_()
+    at.state("hearing")
+
+
+def test_a_question_is_shown_while_its_session_opens(at: Visit) -> None:
+    secrets = held(at, "**/v1/realtime/client_secrets")
+    at.write("What is the sea?")
+    at.page.wait_for_selector(".question :text('What is the sea?')")
+    assert not at.page.is_enabled("#fresh")
+    secrets.pop().continue_()
+    at.state("speaking")
+    assert at.page.locator(".question").count() == 1
 
 
 def test_opening_the_microphone_cuts_the_reply_off(

@@ -14,7 +14,7 @@ export class ApiError extends Error {
     this.status = status;
   }
 
-  /** Whether the gateway wants an API key, or another one. */
+  /** True if the gateway wants an API key, or another one. */
   get needsKey() {
     return this.status === 401;
   }
@@ -29,7 +29,7 @@ export class Api {
   }
 
   /**
-   * What there is to choose from.
+   * The model and the voices to choose from.
    * @returns {Promise<Offer>}
    * @throws {ApiError}
    */
@@ -38,7 +38,7 @@ export class Api {
     return { model: first.id, voices: first.voices ?? [] };
   }
 
-  /** Whether the gateway can be reached and a server behind it takes requests. */
+  /** True if the gateway can be reached and has a server that takes requests. */
   async isReady() {
     const answer = await fetch(new URL("health/ready", document.baseURI)).catch(() => null);
     return answer?.ok ?? false;

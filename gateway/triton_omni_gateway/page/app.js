@@ -57,7 +57,7 @@ let isConnected = false;
 let isLocked = false;
 /** A question is on its way to the session. */
 let isAsking = false;
-/** What to do at "Try again". */
+/** The action of "Try again". */
 let retry = connect;
 
 /** @returns {keyof typeof STATES} */
@@ -72,7 +72,7 @@ function currentState() {
   if (!health.isReady) {
     return "away";
   }
-  if (!isConnected) {
+  if (!isConnected || (talk.isOn && !talk.isHeard)) {
     return "connecting";
   }
   if (dialogue.isWaiting || isAsking) {
@@ -95,7 +95,7 @@ function show() {
     composer.focus(); // which would otherwise be nowhere
   }
   stopButton.hidden = !dialogue.reply;
-  freshButton.disabled = log.isEmpty;
+  freshButton.disabled = log.isEmpty || isAsking;
 }
 
 function followHealth() {

@@ -16,7 +16,7 @@ export class Camera {
     this.#button.addEventListener("click", () => (this.#stream ? this.close() : this.#open(fail)));
   }
 
-  /** What it sees now. @returns {import("./media.js").Part[]} nothing while it is off */
+  /** A picture of what it sees now. @returns {import("./media.js").Part[]} nothing while it is off */
   see() {
     const { videoWidth, videoHeight } = this.#mirror;
     return this.#stream && videoWidth

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/** What the user is about to say: text, and files that were chosen, dropped or pasted. */
+/** The draft of the next message: text, and files that were chosen, dropped or pasted. */
 
 import { byId, element, preview } from "./dom.js";
 import { mediumOf } from "./media.js";
@@ -16,6 +16,7 @@ export class Composer {
   #text = byId("text", HTMLTextAreaElement);
   #list = byId("attachments", HTMLUListElement);
   #send = byId("send", HTMLButtonElement);
+  #attach = byId("attach", HTMLButtonElement);
   /** @type {import("./media.js").Medium[]} */
   #media = [];
   #isReady = false;
@@ -38,7 +39,7 @@ export class Composer {
     this.#takeFiles();
   }
 
-  /** Whether nothing is written and nothing attached. */
+  /** True if nothing is written and nothing attached. */
   get isEmpty() {
     return this.#text.value.trim() === "" && this.#media.length === 0;
   }
@@ -58,7 +59,7 @@ export class Composer {
     return draft;
   }
 
-  /** What is attached, which it no longer is afterwards. */
+  /** Take the attached files: none is attached afterwards. */
   takeMedia() {
     const media = this.#media;
     this.#media = [];
@@ -91,8 +92,10 @@ export class Composer {
     }
   }
 
+  /** Take the focus, but not to the text on a phone: its keyboard would cover the conversation. */
   focus() {
-    this.#text.focus();
+    const { matches: isTouched } = matchMedia("(pointer: coarse)");
+    (isTouched ? this.#attach : this.#text).focus();
   }
 
   /** Send the draft, if there is one and it may be sent. */
@@ -128,7 +131,7 @@ export class Composer {
   #takeFiles() {
     const chosen = byId("files", HTMLInputElement);
     const area = byId("drop", HTMLElement);
-    byId("attach", HTMLButtonElement).addEventListener("click", () => chosen.click());
+    this.#attach.addEventListener("click", () => chosen.click());
     chosen.addEventListener("change", () => {
       this.attach([...(chosen.files ?? [])]);
       chosen.value = "";

@@ -7,7 +7,7 @@ export class Conversation {
   /** @type {Map<string, Item>} */
   #items = new Map();
 
-  /** What a new session is told: all but items without words or media. */
+  /** The items that a new session is told: all that have words or media. */
   get items() {
     return [...this.#items.values()].filter(({ content }) => content.length > 0);
   }

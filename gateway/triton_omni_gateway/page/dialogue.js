@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/** What is said in a session: questions, replies, and who interrupts whom. Each event changes what is seen and heard. */
+/** Questions, replies and interruptions of a session. Each event changes what is seen and heard. */
 
 import { ApiError } from "./api.js";
 import { Conversation, newId } from "./conversation.js";
@@ -34,15 +34,15 @@ export class Dialogue {
   #question = null;
   /** When it was complete. */
   #askedAt = 0;
-  /** How items are seen. @type {Map<string, import("./log.js").View>} */
+  /** Views of items, by id. @type {Map<string, import("./log.js").View>} */
   #views = new Map();
   /** The reply that is given. @type {Reply | null} */
   reply = null;
-  /** Whether the user speaks. */
+  /** True while the user speaks. */
   isHearing = false;
-  /** Whether a reply was asked for and has not begun. */
+  /** True from the moment a reply is asked for until it begins. */
   isWaiting = false;
-  /** Whether the session finds by itself when somebody begins and ends to speak. */
+  /** True if the session finds by itself when somebody begins and ends to speak. */
   findsTurns = false;
 
   /**
@@ -84,13 +84,19 @@ export class Dialogue {
    */
   async ask(draft, seen) {
     this.stop();
-    await this.open();
     const { text, media } = draft;
     const id = newId();
     const said = text ? [{ type: /** @type {const} */ ("input_text"), text }] : [];
     const content = [...media.flatMap(({ parts }) => parts), ...seen, ...said];
-    this.#create({ id, role: "user", content });
-    this.#show(id, this.#log.ask(text, media));
+    const view = this.#log.ask(text, media);
+    try {
+      await this.open();
+      this.#create({ id, role: "user", content });
+    } catch (failure) {
+      this.#log.remove(view);
+      throw failure;
+    }
+    this.#show(id, view);
     this.#conversation.keep(id, "user", content);
     this.#wait({ id, draft });
   }

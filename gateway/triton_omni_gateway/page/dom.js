@@ -33,7 +33,7 @@ export function byId(id, kind) {
 }
 
 /**
- * A drawing of 24 by 24 units, of no meaning to who hears the page.
+ * A drawing of 24 by 24 units, hidden from screen readers.
  * @param {string} path
  */
 export function icon(path) {

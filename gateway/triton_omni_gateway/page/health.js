@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/** Whether the server behind the gateway takes requests: asked again and again while somebody looks at the page. */
+/** The server's readiness, asked for again and again while somebody looks at the page. */
 
 const EVERY_MS = 5000;
 /** While it takes none. */
@@ -9,7 +9,7 @@ export class Health {
   #api;
   #tell;
   #timer = 0;
-  /** Whether it took requests when it was last asked. */
+  /** True if it took requests when it was last asked. */
   isReady = true;
 
   /**

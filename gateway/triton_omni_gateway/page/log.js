@@ -6,7 +6,7 @@ import { rendered } from "./markdown.js";
 
 /** Distance to the end, in pixels, within which the log stays at its end. */
 const FOLLOWS_PX = 40;
-/** How often a reply that grows is shown anew, in milliseconds. */
+/** Milliseconds from one rendering of a reply that grows to the next. */
 const SHOWN_MS = 80;
 const SPOKEN = "Spoken";
 
@@ -23,7 +23,7 @@ export class Log {
     this.#list = list;
     this.#welcome = /** @type {HTMLElement} */ (list.firstElementChild);
     list.addEventListener("scroll", () => this.#noteScroll());
-    list.addEventListener("load", () => this.#follow(), { capture: true }); // of an image, which had no height before
+    list.addEventListener("load", () => this.#follow(), { capture: true }); // an image had no height before
     new ResizeObserver(() => this.#follow()).observe(list);
   }
 
@@ -73,7 +73,7 @@ export class Log {
     this.#welcome.hidden = this.#list.children.length > 1;
   }
 
-  /** Whether nothing was said. */
+  /** True if nothing was said. */
   get isEmpty() {
     return this.#list.children.length === 1;
   }

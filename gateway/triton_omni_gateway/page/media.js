@@ -113,7 +113,7 @@ async function framesOf(url) {
     video.src = url;
   });
   const { videoWidth, videoHeight, duration } = video;
-  const seconds = Number.isFinite(duration) ? duration : 0; // of a recording that was never finished
+  const seconds = Number.isFinite(duration) ? duration : 0; // a recording that was never finished has none
   const count = videoWidth ? Math.min(MOST_FRAMES, Math.max(1, Math.floor(seconds))) : 0;
   /** @type {Part[]} */
   const frames = [];

@@ -15,7 +15,7 @@ export class Microphone {
     this.#take = take;
   }
 
-  /** Whether this page may ask for a microphone: browsers allow it over HTTPS and on this very machine. */
+  /** True if this page may ask for a microphone: browsers allow it over HTTPS and on this very machine. */
   static get isAllowed() {
     return window.isSecureContext && "mediaDevices" in navigator;
   }

@@ -58,7 +58,7 @@ export class Playback {
     this.#gain.connect(this.#meter).connect(context.destination);
   }
 
-  /** How often the speech ran dry. */
+  /** Number of times that the speech ran dry. */
   get gaps() {
     return this.#timeline.gaps;
   }

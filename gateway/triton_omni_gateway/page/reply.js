@@ -22,7 +22,7 @@ export class Reply {
   itemId = "";
   text = "";
   isStopped = false;
-  /** Whether nothing more comes. */
+  /** True once nothing more comes. */
   isComplete = false;
   /** @type {number | null} */
   #firstText = null;
@@ -40,7 +40,7 @@ export class Reply {
     this.#asked = asked;
   }
 
-  /** Whether it is being heard. */
+  /** True once it is heard. */
   get isHeard() {
     return this.#firstAudio !== null;
   }

@@ -36,7 +36,7 @@ export class Session {
     const socket = await this.#api.socket();
     return new Promise((resolve, reject) => {
       socket.onmessage = ({ data }) => {
-        const { session } = JSON.parse(data); // of session.created, the first of all
+        const { session } = JSON.parse(data); // session.created, the first event
         this.#socket = socket;
         socket.onmessage = (message) => this.#told.event(JSON.parse(message.data));
         socket.onclose = () => this.close();

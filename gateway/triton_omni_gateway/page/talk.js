@@ -21,8 +21,10 @@ export class Talk {
   #button = byId("talk", HTMLButtonElement);
   #microphone = new Microphone((piece) => this.#hear(piece));
   #told;
-  /** Whether the microphone is open. */
+  /** True from the press that opens the microphone to the one that closes it. */
   isOn = false;
+  /** True while the microphone is heard: some take a second to open, and users to allow it. */
+  isHeard = false;
 
   /** @param {Told} told */
   constructor(told) {
@@ -31,7 +33,7 @@ export class Talk {
     this.#button.addEventListener("click", () => (this.isOn ? this.#end() : this.#begin()));
   }
 
-  /** Whether it may be pressed. */
+  /** Allow a press, or not yet. */
   set isReady(/** @type {boolean} */ ready) {
     this.#button.disabled = !Microphone.isAllowed || !(ready || this.isOn);
   }
@@ -50,8 +52,8 @@ export class Talk {
   async #begin() {
     this.#mark(true);
     try {
-      const isHeard = await this.#told.begin();
-      if (isHeard && this.isOn) {
+      const isAwaited = await this.#told.begin();
+      if (isAwaited && this.isOn) {
         await this.#microphone.open();
       } else {
         this.#mark(false);
@@ -72,6 +74,10 @@ export class Talk {
     if (this.isOn) {
       this.level = loudness(piece);
       this.#told.hear(piece);
+      if (!this.isHeard) {
+        this.isHeard = true;
+        this.#told.change();
+      }
     } else {
       this.#microphone.close(); // pressed again while it was being opened
     }
@@ -80,6 +86,7 @@ export class Talk {
   /** @param {boolean} isOn */
   #mark(isOn) {
     this.isOn = isOn;
+    this.isHeard = false;
     this.level = 0;
     this.#button.ariaPressed = String(isOn);
     this.#told.change();

@@ -2,7 +2,7 @@
 /**
  * Runs on the audio thread: hands the microphone's samples to the page at 16 kHz, a fiftieth of a second at a time.
  *
- * What comes holds no frequency that 16 kHz cannot have, so a sample between two others lies on their line.
+ * The samples that come hold no frequency that 16 kHz cannot have, so a sample between two others lies on their line.
  */
 
 /** @type {any} The globals of an AudioWorklet. */

@@ -16,7 +16,7 @@ export class Timeline {
     this.#lead = lead;
   }
 
-  /** How often the speech ran dry and went on later. */
+  /** Number of times that the speech ran dry and went on later. */
   get gaps() {
     return Math.max(0, this.#stretches.length - 1);
   }
@@ -27,7 +27,7 @@ export class Timeline {
   }
 
   /**
-   * The place of the next chunk: right behind the one before, or soon where that has ended.
+   * The place of the next chunk: right after the one before, or soon where that has ended.
    * @param {number} now seconds on the clock that plays
    * @param {number} length samples of the chunk
    * @returns {number} its first sample, counted from that clock's 0
