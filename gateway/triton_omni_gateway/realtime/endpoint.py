@@ -136,7 +136,7 @@ class Realtime:
         body = await read_body(request, self._limits.max_event_bytes, self._settings.body_timeout_s)
         asked = parse(SecretRequest, body or b"{}")
         given = {**given_of(asked.session), "type": asked.session.type}
-        config = checked_config(given, self._settings.models)
+        config = checked_config(given, self._settings.models, self._limits)
         value, made = self._secrets.make(request.state.caller, given, asked.expires_after.seconds)
         session = {"object": config.object_name, "id": new_id("sess"), **config.told()}
         return JSONResponse({"value": value, "expires_at": int(made.expires_at), "session": session})

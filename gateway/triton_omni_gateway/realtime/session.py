@@ -71,7 +71,7 @@ class Session:
         self._items = Items(limits)
         self._answers = Answers(servers, limits, self._items, outbox, ended=self._response_ended, dropped=self._dropped)
         self._given = merged({"audio": {"input": {"turn_detection": default_detection()}}}, given)
-        self._config = checked_config(self._given, models)
+        self._config = checked_config(self._given, models, limits)
         self._hearing = Hearing(limits, self._config.audio.input, self._listen)
         priority = BESIDE_REPLIES if self._answers_turns else None
         self._transcriber = Transcriber(servers, outbox, speech_to_text, transcription_prompt, priority)
@@ -145,7 +145,7 @@ class Session:
             said = f"Invalid value for 'session.type': {event.session.type!r}; the session is of {self._config.type!r}."
             raise bad_request(said, param="session.type", code="invalid_value")
         given = merged(self._given, given_of(event.session))
-        config = checked_config(given, self._models)
+        config = checked_config(given, self._models, self._limits)
         self._given, self._config = given, config
         self._configure_answers()
         self._hearing.configure(config.audio.input)
@@ -337,7 +337,9 @@ class Session:
             self._put(events.error_event(error))
 
 
-def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig | TranscriptionConfig:
+def checked_config(
+    given: Mapping[str, Any], models: tuple[str, ...], limits: RealtimeLimits
+) -> SessionConfig | TranscriptionConfig:
     """A session's configuration.
 
     Raises:
@@ -347,5 +349,5 @@ def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> Session
     config = kind.model_validate(given)
     if isinstance(config, SessionConfig) and config.model is not None:
         check_model(config.model, models)
-    check_detection(config.audio.input.turn_detection)
+    check_detection(config.audio.input.turn_detection, limits.max_buffer_seconds)
     return config
