@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import soundfile
 
@@ -115,6 +116,27 @@ async def test_who_speaks_without_a_pause_is_answered_when_no_more_can_wait(trit
             assert session.types().count("input_audio_buffer.speech_stopped") == 1
     heard, rate = soundfile.read(io.BytesIO(inputs_of(asked_of(triton)[0])["media"][0]))
     assert len(heard) / rate == pytest.approx(1.6, abs=0.1)
+
+
+async def test_padding_leaves_room_for_speech_in_the_buffer(triton: FakeTriton) -> None:
+    """Nobody speaks, and the buffer is never full, however much sound comes."""
+    key = "session.audio.input.turn_detection.prefix_padding_ms"
+    with run_gateway(triton.url, realtime=RealtimeLimits(max_buffer_seconds=3)) as gateway:
+        for padding in (1501, 10_000_000):
+            wrong = {"type": "realtime", "audio": vad(prefix_padding_ms=padding)}
+            with pytest.raises(openai.BadRequestError, match=f"'{key}': {padding} is over 1500, half"):
+                gateway.openai.realtime.client_secrets.create(session=wrong)  # type: ignore[arg-type]
+            async with talk(gateway.base) as session:
+                error = await session.refused("session.update", session=wrong)
+                assert (error.param, error.code) == (key, "invalid_value")
+        async with talk(gateway.base, audio=vad(prefix_padding_ms=1500)) as session:
+            for _ in range(8):
+                await session.append(SILENCE)
+            for part in np.array_split(np.concatenate([speech(0.8), SILENCE]), 9):
+                await session.append(part)
+            assert (await session.until("response.done")).response.status == "completed"
+    heard, rate = soundfile.read(io.BytesIO(inputs_of(asked_of(triton)[0])["media"][0]))
+    assert 2.5 <= len(heard) / rate <= 3.1
 
 
 LONG = base64.b64encode(bytes(4 * 2 * RATE)).decode()

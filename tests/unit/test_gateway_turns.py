@@ -12,7 +12,7 @@ import soundfile
 
 from triton_omni_gateway.realtime.buffer import InputBuffer
 from triton_omni_gateway.realtime.config import PcmFormat
-from triton_omni_gateway.realtime.formats import Ear
+from triton_omni_gateway.realtime.formats import InputDecoder
 from triton_omni_gateway.realtime.silero import SileroVoice
 from triton_omni_gateway.realtime.smart_turn import SmartTurn
 from triton_omni_gateway.realtime.turns import CHUNK_SAMPLES, Change, Paused, Started, Stopped, TurnDetector
@@ -81,8 +81,8 @@ def test_recorded_speech_is_one_turn_and_noise_none() -> None:
     assert rate == 24_000
     spoken = sound[: 3 * rate]
     silence, noise = np.zeros(rate, np.int16), np.random.default_rng(7).integers(-2000, 2000, rate, dtype=np.int16)
-    ear = Ear(PcmFormat(type="audio/pcm"))
-    pcm = ear.hear(np.concatenate([noise, silence, spoken, silence]).tobytes())
+    decoder = InputDecoder(PcmFormat(type="audio/pcm"))
+    pcm = decoder.decode(np.concatenate([noise, silence, spoken, silence]).tobytes())
     detector = TurnDetector(SileroVoice(), threshold=0.5, padding_ms=300, silence_ms=500)
     started, stopped = list(detector.feed(pcm))
     assert isinstance(started, Started)
@@ -105,8 +105,8 @@ def test_the_buffer_keeps_places_while_it_forgets() -> None:
 @pytest.mark.parametrize("rate", [8000, 16000, 24000])
 def test_all_of_a_sound_is_heard_however_it_is_cut(rate: int) -> None:
     tone = (8000 * np.sin(np.arange(rate) * 2 * np.pi * 440 / rate)).astype("<i2").tobytes()
-    ear = Ear(PcmFormat(type="audio/pcm", rate=rate))  # type: ignore[arg-type]
-    heard = b"".join(ear.hear(tone[at : at + 333]) for at in range(0, len(tone), 333)) + ear.end()
+    decoder = InputDecoder(PcmFormat(type="audio/pcm", rate=rate))  # type: ignore[arg-type]
+    heard = b"".join(decoder.decode(tone[at : at + 333]) for at in range(0, len(tone), 333)) + decoder.end()
     samples = np.frombuffer(heard, "<i2")
     assert len(samples) == pytest.approx(16_000, abs=2)
     spectrum = np.abs(np.fft.rfft(samples))
@@ -115,7 +115,7 @@ def test_all_of_a_sound_is_heard_however_it_is_cut(rate: int) -> None:
 
 async def test_an_unfinished_sentence_is_told_from_a_finished_one() -> None:
     sound, _ = soundfile.read(SPEECH, dtype="int16")
-    pcm = Ear(PcmFormat(type="audio/pcm")).hear(sound.tobytes())
+    pcm = InputDecoder(PcmFormat(type="audio/pcm")).decode(sound.tobytes())
     whole, cut = len(pcm), 4 * 32_000
     smart_turn = SmartTurn()
     assert await smart_turn.is_over(pcm[whole - 8 * 32_000 :])

@@ -22,10 +22,10 @@ from triton_omni_gateway.pool import PooledStream
 
 from .calls import tool_fields
 from .config import Json, RetentionRatio, SessionConfig
+from .event_queue import EventQueue
 from .events import server_event
 from .items import AnyItem, Items, media_names, messages_of
 from .limits import RealtimeLimits
-from .outbox import Outbox
 from .response import Reason, Response
 from .servers import Servers
 
@@ -65,7 +65,7 @@ class Answers:
         servers: who is asked.
         limits: how many at once.
         items: the conversation.
-        outbox: where its events go.
+        queue: where its events go.
         ended: called with each response of the conversation at its end.
         dropped: called with each item that is taken out of the conversation.
     """
@@ -75,13 +75,13 @@ class Answers:
         servers: Servers,
         limits: RealtimeLimits,
         items: Items,
-        outbox: Outbox,
+        queue: EventQueue,
         *,
         ended: Callable[[Response], None],
         dropped: Callable[[AnyItem], None],
     ) -> None:
         self._servers, self._limits, self._items = servers, limits, items
-        self._put, self._room, self._ended, self._dropped = outbox.put, outbox.room, ended, dropped
+        self._put, self._room, self._ended, self._dropped = queue.put, queue.room, ended, dropped
         self._salt = secrets.token_urlsafe(24)
         self._tasks: dict[Response, asyncio.Task[None]] = {}
         self._streams: dict[Response, PooledStream] = {}

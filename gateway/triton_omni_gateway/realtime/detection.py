@@ -17,7 +17,7 @@ _PAUSE_MS = 200
 """After which Smart Turn is asked."""
 _THRESHOLD, _PADDING_MS = 0.5, 300
 """Values for `semantic_vad`, which has no keys for them: OpenAI's of `server_vad`."""
-_PARAM = "session.audio.input.turn_detection.type"
+_PARAM = "session.audio.input.turn_detection"
 
 
 def default_detection() -> Json | None:
@@ -25,15 +25,21 @@ def default_detection() -> Json | None:
     return {"type": "server_vad"} if is_installed() else None
 
 
-def check_detection(asked: ServerVad | SemanticVad | None) -> None:
-    """Refuse what is not installed.
+def check_detection(asked: ServerVad | SemanticVad | None, max_buffer_seconds: float) -> None:
+    """Refuse what is not installed, and what leaves no room for speech in the input audio buffer.
 
     Raises:
         GatewayError: 400, with the cure.
     """
     if asked is not None and not is_installed():
-        said = f"Invalid value for '{_PARAM}': '{asked.type}' needs {CURE} at the gateway; or use null, and commit"
-        raise bad_request(f"{said} by input_audio_buffer.commit.", param=_PARAM, code="turn_detection_unavailable")
+        param = f"{_PARAM}.type"
+        said = f"Invalid value for '{param}': '{asked.type}' needs {CURE} at the gateway; or use null, and commit"
+        raise bad_request(f"{said} by input_audio_buffer.commit.", param=param, code="turn_detection_unavailable")
+    longest = int(max_buffer_seconds * 1000) // 2
+    if isinstance(asked, ServerVad) and asked.prefix_padding_ms > longest:
+        param = f"{_PARAM}.prefix_padding_ms"
+        said = f"Invalid value for '{param}': {asked.prefix_padding_ms} is over {longest}, half of what the input audio"
+        raise bad_request(f"{said} buffer holds; the other half is for speech.", param=param, code="invalid_value")
 
 
 def detector_of(asked: ServerVad | SemanticVad | None) -> TurnDetector | None:

@@ -23,9 +23,9 @@ from triton_omni_gateway.translate import served_model
 
 from .config import Json, given_of
 from .door import PATH, SUBPROTOCOL
+from .event_queue import EventQueue
 from .events import WrongEvent, error_event, new_id, read_event, written
 from .limits import RealtimeLimits
-from .outbox import Outbox
 from .secrets import ClientSecrets, SecretRequest
 from .session import Session, checked_config
 from .smart_turn import SmartTurn
@@ -90,7 +90,7 @@ class Realtime:
         else:
             model = socket.query_params.get("model") or self._settings.models[0]
             given = {"model": served_model(model, self._settings.models), **secret}
-        checked_config(given, self._settings.models)
+        checked_config(given, self._settings.models, self._limits)
         return given
 
     def _count(self, change: int) -> None:
@@ -98,19 +98,19 @@ class Realtime:
         self._metrics.sessions.set(self._open)
 
     async def _hold(self, socket: WebSocket, given: Json) -> None:
-        outbox = Outbox(socket.send_text, self._settings.send_timeout_s, self._limits)
+        queue = EventQueue(socket.send_text, self._settings.send_timeout_s, self._limits)
         session = Session(
             socket.app.state.gateway,
             self._limits,
-            outbox,
+            queue,
             smart_turn=self._smart_turn,
             speech_to_text=self._speech_to_text,
             transcription_prompt=self._settings.transcription_prompt,
             models=self._settings.models,
             given=given,
         )
-        sending = asyncio.create_task(outbox.run())
-        reading = asyncio.create_task(_read(socket, session, outbox))
+        sending = asyncio.create_task(queue.run())
+        reading = asyncio.create_task(_read(socket, session, queue))
         try:
             await asyncio.wait(
                 (sending, reading), timeout=self._limits.session_seconds, return_when=asyncio.FIRST_COMPLETED
@@ -143,34 +143,34 @@ class Realtime:
         body = await read_body(request, self._limits.max_event_bytes, self._settings.body_timeout_s)
         asked = parse(SecretRequest, body or b"{}")
         given = {**given_of(asked.session), "type": asked.session.type}
-        config = checked_config(given, self._settings.models)
+        config = checked_config(given, self._settings.models, self._limits)
         value, made = self._secrets.make(request.state.caller, given, asked.expires_after.seconds)
         session = {"object": config.object_name, "id": new_id("sess"), **config.told()}
         return JSONResponse({"value": value, "expires_at": int(made.expires_at), "session": session})
 
 
-async def _read(socket: WebSocket, session: Session, outbox: Outbox) -> None:
+async def _read(socket: WebSocket, session: Session, queue: EventQueue) -> None:
     """Take the client's events until it leaves."""
     session.begin()
     while True:
-        await outbox.room(of_client=True)
+        await queue.room(of_client=True)
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             return
-        await _handle_message(session, outbox, message["bytes"])
+        await _handle_message(session, queue, message["bytes"])
         await asyncio.sleep(0)  # many that are there already must not hold others up
 
 
-async def _handle_message(session: Session, outbox: Outbox, text: bytes) -> None:
+async def _handle_message(session: Session, queue: EventQueue, text: bytes) -> None:
     event_id = None
     try:
         event = await asyncio.to_thread(read_event, text) if len(text) > _PARSED_AT_ONCE else read_event(text)
         event_id = event.event_id
         await session.take(event)
     except WrongEvent as error:
-        outbox.put(error_event(error, error.event_id))
+        queue.put(error_event(error, error.event_id))
     except GatewayError as error:
-        outbox.put(error_event(error, event_id))
+        queue.put(error_event(error, event_id))
 
 
 def add_realtime(

@@ -38,7 +38,7 @@ def encoded_input(pcm: bytes, sound_format: SoundFormat) -> bytes:
     return encoder.feed(pcm) + encoder.end()
 
 
-class Ear:
+class InputDecoder:
     """Sound of one format, cut anywhere, to PCM16 at 16 kHz."""
 
     def __init__(self, sound_format: SoundFormat) -> None:
@@ -50,7 +50,7 @@ class Ear:
     def _new_resampler(self) -> av.AudioResampler | None:
         return None if self._rate == HEARD_RATE else av.AudioResampler("s16", "mono", HEARD_RATE)
 
-    def hear(self, data: bytes) -> bytes:
+    def decode(self, data: bytes) -> bytes:
         """Return what is heard of the next bytes; a sample cut in two waits, and a resampler keeps a moment back."""
         return self._resampled(self._decoded(data))
 
@@ -74,7 +74,7 @@ class Ear:
         return _bytes(self._resampler.resample(_frame(pcm, self._rate)))
 
 
-class Mouth:
+class OutputEncoder:
     """Waveforms of one reply, float32 [S] at 24 kHz, to bytes of whole samples.
 
     Args:
@@ -92,16 +92,16 @@ class Mouth:
         """How much speech was said."""
         return self._samples / SAMPLE_RATE
 
-    def say(self, samples: Waveform) -> bytes:
+    def encode(self, samples: Waveform) -> bytes:
         """Return the next bytes; a speed and a resampler keep a moment back."""
-        return self._said(samples if self._tempo is None else self._tempo.feed(samples))
+        return self._encoded(samples if self._tempo is None else self._tempo.feed(samples))
 
     def end(self) -> bytes:
         """Return what was kept back."""
-        last = b"" if self._tempo is None else self._said(self._tempo.end())
+        last = b"" if self._tempo is None else self._encoded(self._tempo.end())
         return last + self._encoder.end()
 
-    def _said(self, samples: Waveform) -> bytes:
+    def _encoded(self, samples: Waveform) -> bytes:
         self._samples += len(samples)
         return self._encoder.feed(pcm16_from_waveform(samples))
 

@@ -18,7 +18,7 @@ from triton_omni_gateway.translate import plain_base64
 from .calls import CallItem, OutputItem, made_call, needed
 from .config import Json, SoundFormat
 from .events import ROOT, GivenItem, Part, new_id
-from .formats import BYTES_A_MS, SHORTEST_MS, Ear, encoded_input, heard_wav
+from .formats import BYTES_A_MS, SHORTEST_MS, InputDecoder, encoded_input, heard_wav
 from .limits import RealtimeLimits
 
 Role = Literal["system", "user", "assistant"]
@@ -262,7 +262,7 @@ def _caller(messages: list[Json]) -> Json:
     return messages[-1]
 
 
-def made_item(given: GivenItem, ear: Ear, path: str) -> AnyItem:
+def made_item(given: GivenItem, decoder: InputDecoder, path: str) -> AnyItem:
     """An item as its client gave it at a path of an event.
 
     Raises:
@@ -278,11 +278,11 @@ def made_item(given: GivenItem, ear: Ear, path: str) -> AnyItem:
     if not given.content and role != "assistant":
         said = f"Missing required parameter: '{path}.content': a message has at least one part."
         raise bad_request(said, param=f"{path}.content", code="missing_required_parameter")
-    content = [_content(part, role, f"{path}.content[{place}]", ear) for place, part in enumerate(given.content)]
+    content = [_content(part, role, f"{path}.content[{place}]", decoder) for place, part in enumerate(given.content)]
     return Item(role, content, given.id or new_id("item"))
 
 
-def _content(part: Part, role: Role, path: str, ear: Ear) -> Content:
+def _content(part: Part, role: Role, path: str, decoder: InputDecoder) -> Content:
     if part.type not in _OF_ROLE[role]:
         allowed = ", ".join(_OF_ROLE[role])
         said = f"Invalid value for '{path}.type': {part.type!a}; a message of the {role} has {allowed}."
@@ -294,7 +294,7 @@ def _content(part: Part, role: Role, path: str, ear: Ear) -> Content:
         raise bad_request(said, param=f"{path}.{key}", code="missing_required_parameter")
     if part.type == "input_audio":
         sound = decoded_base64(value, f"{path}.audio")
-        pcm = ear.hear(sound) + ear.end()
+        pcm = decoder.decode(sound) + decoder.end()
         if len(pcm) < SHORTEST_MS * BYTES_A_MS:
             said = f"Invalid value for '{path}.audio': {len(pcm) // BYTES_A_MS} ms of sound; at least {SHORTEST_MS} ms."
             raise bad_request(said, param=f"{path}.audio", code="invalid_value")

@@ -16,7 +16,7 @@ from triton_omni_gateway.replies import finish_reason, token_counts, usage
 from .calls import CallItem
 from .config import FunctionTool, Json, Modality, NamedTool, SoundFormat
 from .events import new_id, server_event
-from .formats import Mouth
+from .formats import OutputEncoder
 from .items import AnyItem, Content, Item, Items
 
 Ending = Literal["completed", "cancelled", "incomplete", "failed"]
@@ -66,7 +66,7 @@ class Response:
     _info: Info | None = None
 
     def __post_init__(self) -> None:
-        self._mouth = Mouth(self.asked.sound_format, self.asked.speed)
+        self._encoder = OutputEncoder(self.asked.sound_format, self.asked.speed)
         self._calls: list[CallItem] = []
 
     @property
@@ -82,7 +82,7 @@ class Response:
     @property
     def seconds(self) -> float:
         """Length of the speech that was sent."""
-        return self._mouth.seconds
+        return self._encoder.seconds
 
     def begin(self) -> None:
         """Tell that it is made."""
@@ -99,7 +99,7 @@ class Response:
                 content.text += delta.text
                 self._put_part(f"{_TRANSCRIPT if self.is_spoken else _TEXT}.delta", delta=delta.text)
             case AudioDelta() if self.is_spoken and len(delta.samples):
-                self._put_sound(self._mouth.say(delta.samples))
+                self._put_sound(self._encoder.encode(delta.samples))
             case ToolCallDelta():
                 self._feed_call(delta)
             case Info():
@@ -159,7 +159,7 @@ class Response:
     def _end_message(self) -> None:
         content = self._content()
         if self.is_spoken:
-            self._put_sound(self._mouth.end())
+            self._put_sound(self._encoder.end())
             self._put_part(f"{_AUDIO}.done")
             self._put_part(f"{_TRANSCRIPT}.done", transcript=content.text)
         else:

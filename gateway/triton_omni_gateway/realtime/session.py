@@ -21,16 +21,16 @@ from .answers import Answers
 from .calls import needed
 from .config import Json, SessionConfig, TranscriptionConfig, given_of, merged
 from .detection import check_detection, default_detection
+from .event_queue import EventQueue
 from .events import ClientEvent, new_id, server_event
-from .formats import BYTES_A_MS, SHORTEST_MS, Ear
-from .hearing import Hearing
+from .formats import BYTES_A_MS, SHORTEST_MS, InputDecoder
 from .idle import IdleTimer
 from .items import AnyItem, Content, Item, Items, decoded_base64, made_item
 from .limits import RealtimeLimits
-from .outbox import Outbox
 from .response import Asked, Response
 from .servers import Servers
 from .smart_turn import SmartTurn
+from .speech_input import SpeechInput
 from .transcription import BESIDE_REPLIES, Transcriber
 from .turns import Change, Paused, Started, Stopped
 
@@ -44,7 +44,7 @@ class Session:
     Args:
         servers: who is asked.
         limits: its bounds.
-        outbox: where its events go.
+        queue: where its events go.
         smart_turn: tells whether a sentence is finished.
         speech_to_text: writes down what the user says.
         transcription_prompt: asks for the words of a sound.
@@ -56,7 +56,7 @@ class Session:
         self,
         servers: Servers,
         limits: RealtimeLimits,
-        outbox: Outbox,
+        queue: EventQueue,
         *,
         smart_turn: SmartTurn,
         speech_to_text: SpeechToText,
@@ -67,14 +67,14 @@ class Session:
         self.session_id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._expires_at = int(time.time() + limits.session_seconds)
-        self._limits, self._models, self._outbox, self._put = limits, models, outbox, outbox.put
+        self._limits, self._models, self._queue, self._put = limits, models, queue, queue.put
         self._items = Items(limits)
-        self._answers = Answers(servers, limits, self._items, outbox, ended=self._response_ended, dropped=self._dropped)
+        self._answers = Answers(servers, limits, self._items, queue, ended=self._response_ended, dropped=self._dropped)
         self._given = merged({"audio": {"input": {"turn_detection": default_detection()}}}, given)
-        self._config = checked_config(self._given, models)
-        self._hearing = Hearing(limits, self._config.audio.input, self._listen)
+        self._config = checked_config(self._given, models, limits)
+        self._speech = SpeechInput(limits, self._config.audio.input, self._listen)
         priority = BESIDE_REPLIES if self._answers_turns else None
-        self._transcriber = Transcriber(servers, outbox, speech_to_text, transcription_prompt, priority)
+        self._transcriber = Transcriber(servers, queue, speech_to_text, transcription_prompt, priority)
         self._smart_turn = smart_turn
         self._idle = IdleTimer(self._idled)
         self._turn_id = new_id("item")
@@ -102,7 +102,7 @@ class Session:
     def close(self) -> None:
         """End all that it has under way."""
         self._idle.stop()
-        self._hearing.close()
+        self._speech.close()
         self._answers.close()
         self._transcriber.close()
 
@@ -145,20 +145,20 @@ class Session:
             said = f"Invalid value for 'session.type': {event.session.type!r}; the session is of {self._config.type!r}."
             raise bad_request(said, param="session.type", code="invalid_value")
         given = merged(self._given, given_of(event.session))
-        config = checked_config(given, self._models)
+        config = checked_config(given, self._models, self._limits)
         self._given, self._config = given, config
         self._configure_answers()
-        self._hearing.configure(config.audio.input)
+        self._speech.configure(config.audio.input)
         if self._idle_ms() is None:
             self._stop_idle()
         self._put(server_event("session.updated", session=self._told()))
 
     async def _append(self, event: events.BufferAppend) -> None:
         data = decoded_base64(event.audio, "audio")
-        if self._hearing.overflows(data) and (ended := self._hearing.stop()) is not None:
+        if self._speech.overflows(data) and (ended := self._speech.stop()) is not None:
             self._turn_ends(ended)  # or whoever speaks without a pause would be heard no more
-        for piece in self._hearing.slices(data):
-            for change in self._hearing.hear(piece):
+        for piece in self._speech.slices(data):
+            for change in self._speech.feed(piece):
                 await self._turn(change)
             await asyncio.sleep(0)  # others are served between two seconds of sound
 
@@ -170,21 +170,21 @@ class Session:
             case Stopped():
                 self._turn_ends(change)
             case Paused():
-                pcm = self._hearing.between(change.begin_ms, change.end_ms)
-                if await self._smart_turn.is_over(pcm) and (ended := self._hearing.stop()) is not None:
+                pcm = self._speech.between(change.begin_ms, change.end_ms)
+                if await self._smart_turn.is_over(pcm) and (ended := self._speech.stop()) is not None:
                     self._turn_ends(ended)
 
     def _turn_begins(self, change: Started) -> None:
         self._stop_idle()
         self._turn_begin_ms = change.begin_ms
         self._put_turn("speech_started", audio_start_ms=change.begin_ms)
-        if self._hearing.detection is not None and self._hearing.detection.interrupt_response:
+        if self._speech.detection is not None and self._speech.detection.interrupt_response:
             self._answers.cancel(None, "turn_detected")
 
     def _turn_ends(self, change: Stopped) -> None:
-        detection = self._hearing.detection
+        detection = self._speech.detection
         self._put_turn("speech_stopped", audio_end_ms=change.end_ms)
-        item = self._add_sound(self._hearing.utterance(self._turn_begin_ms, change.end_ms))
+        item = self._add_sound(self._speech.utterance(self._turn_begin_ms, change.end_ms))
         wanted = self._answers_turns and detection is not None and detection.create_response
         if wanted and self._answers.active is None:
             self._respond_unasked()
@@ -194,7 +194,7 @@ class Session:
         self._put(server_event(f"input_audio_buffer.{kind}", item_id=self._turn_id, **places))
 
     def _commit(self, _event: events.BufferCommit) -> None:
-        sound = self._hearing.commit()
+        sound = self._speech.commit()
         self._stop_idle()
         self._transcribe(self._add_sound(sound))
 
@@ -212,7 +212,7 @@ class Session:
         return item
 
     def _clear(self, _event: events.BufferClear) -> None:
-        self._hearing.clear()
+        self._speech.clear()
         self._put(server_event("input_audio_buffer.cleared"))
 
     async def _create_item(self, event: events.ItemCreate) -> None:
@@ -257,7 +257,7 @@ class Session:
 
     async def _made(self, given: events.GivenItem, path: str) -> AnyItem:
         """An item as it was given; sound and pictures of megabytes take long enough to hold others up."""
-        return await asyncio.to_thread(made_item, given, Ear(self._config.audio.input.format), path)
+        return await asyncio.to_thread(made_item, given, InputDecoder(self._config.audio.input.format), path)
 
     async def _create_response(self, event: events.ResponseCreate) -> None:
         given = None
@@ -304,27 +304,27 @@ class Session:
     def _response_ended(self, response: Response) -> None:
         """Wait for the user, who hears it yet."""
         idle_ms = self._idle_ms()
-        if idle_ms is not None and not self._hearing.speaks and response.status in ("completed", "incomplete"):
+        if idle_ms is not None and not self._speech.speaks and response.status in ("completed", "incomplete"):
             self._idle.start(response.seconds, idle_ms / 1000, self._note_silence)
 
     def _note_silence(self) -> None:
-        self._hearing.kept_from_ms = self._hearing.end_ms
+        self._speech.kept_from_ms = self._speech.end_ms
 
     def _idle_ms(self) -> int | None:
-        return getattr(self._hearing.detection, "idle_timeout_ms", None)
+        return getattr(self._speech.detection, "idle_timeout_ms", None)
 
     def _stop_idle(self) -> None:
         self._idle.stop()
-        self._hearing.kept_from_ms = None
+        self._speech.kept_from_ms = None
 
     def _idled(self) -> None:
         """Nobody spoke for long: go on as if silence were said."""
-        begin_ms, end_ms = cast(int, self._hearing.kept_from_ms), self._hearing.end_ms
-        self._hearing.kept_from_ms = None
+        begin_ms, end_ms = cast(int, self._speech.kept_from_ms), self._speech.end_ms
+        self._speech.kept_from_ms = None
         if self._answers.active is not None:
             return
         self._put_turn("timeout_triggered", audio_start_ms=begin_ms, audio_end_ms=end_ms)
-        sound = self._hearing.utterance(begin_ms, end_ms)
+        sound = self._speech.utterance(begin_ms, end_ms)
         if len(sound) >= SHORTEST_MS * BYTES_A_MS:  # some may have been cleared; the model hears nothing shorter
             self._add_sound(sound)
         self._respond_unasked()
@@ -337,7 +337,9 @@ class Session:
             self._put(events.error_event(error))
 
 
-def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> SessionConfig | TranscriptionConfig:
+def checked_config(
+    given: Mapping[str, Any], models: tuple[str, ...], limits: RealtimeLimits
+) -> SessionConfig | TranscriptionConfig:
     """A session's configuration.
 
     Raises:
@@ -347,5 +349,5 @@ def checked_config(given: Mapping[str, Any], models: tuple[str, ...]) -> Session
     config = kind.model_validate(given)
     if isinstance(config, SessionConfig) and config.model is not None:
         config = config.model_copy(update={"model": served_model(config.model, models)})
-    check_detection(config.audio.input.turn_detection)
+    check_detection(config.audio.input.turn_detection, limits.max_buffer_seconds)
     return config

@@ -16,10 +16,10 @@ from triton_omni_gateway.speech_to_text import SpeechToText
 from triton_omni_gateway.transcription import Segment, listening_request, usage
 
 from .config import Transcription
+from .event_queue import EventQueue
 from .events import server_event
 from .formats import heard_wav
 from .items import AnyItem, Item
-from .outbox import Outbox
 from .servers import Servers
 
 BESIDE_REPLIES: Final = 1
@@ -33,16 +33,16 @@ class Transcriber:
 
     Args:
         servers: who is asked.
-        outbox: where its events go.
+        queue: where its events go.
         speech_to_text: has the words of a sound.
         prompt: of the deployment, which asks for the words of a sound.
         priority: of its requests; None = that of replies.
     """
 
     def __init__(
-        self, servers: Servers, outbox: Outbox, speech_to_text: SpeechToText, prompt: str, priority: int | None
+        self, servers: Servers, queue: EventQueue, speech_to_text: SpeechToText, prompt: str, priority: int | None
     ) -> None:
-        self._servers, self._outbox, self._to_text = servers, outbox, speech_to_text
+        self._servers, self._queue, self._to_text = servers, queue, speech_to_text
         self._prompt, self._priority = prompt, priority
         self._one = asyncio.Semaphore(1)
         self._tasks: dict[AnyItem, asyncio.Task[None]] = {}
@@ -94,7 +94,7 @@ class Transcriber:
                     continue
                 content.text += piece
                 self._put("delta", item, delta=piece)
-                await self._outbox.room()
+                await self._queue.room()
         self._put("completed", item, transcript=content.text, usage=usage(segments))
 
     def _fail(self, item: AnyItem, error: GatewayError) -> None:
@@ -102,7 +102,7 @@ class Transcriber:
         self._put("failed", item, error=told)
 
     def _put(self, kind: str, item: AnyItem, **fields: Any) -> None:
-        self._outbox.put(server_event(f"{_EVENT}.{kind}", item_id=item.item_id, content_index=0, **fields))
+        self._queue.put(server_event(f"{_EVENT}.{kind}", item_id=item.item_id, content_index=0, **fields))
 
 
 def _hints(asked: Transcription) -> Iterator[str]:

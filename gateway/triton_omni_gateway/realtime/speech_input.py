@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hearing of a session: sound as it comes, the turns in it, and its prefill while somebody speaks."""
+"""The spoken input of a session: sound as it comes, the turns in it, and its prefill while somebody speaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_omni_gateway.errors import bad_request
 from .buffer import InputBuffer
 from .config import AudioInput, PcmFormat, SemanticVad, ServerVad
 from .detection import detector_of
-from .formats import BYTES_A_MS, SHORTEST_MS, Ear
+from .formats import BYTES_A_MS, SHORTEST_MS, InputDecoder
 from .limits import RealtimeLimits
 from .turns import Change, Started, Stopped, TurnDetector
 
@@ -22,7 +22,7 @@ _SLICE_SECONDS = 1
 Prefill = Callable[[], AsyncListening[Media] | None]
 
 
-class Hearing:
+class SpeechInput:
     """The way from what a client appends to utterances.
 
     Args:
@@ -36,7 +36,7 @@ class Hearing:
         self._prefill = prefill
         self._listening: AsyncListening[Media] | None = None
         self._audio = audio
-        self._ear = Ear(audio.format)
+        self._decoder = InputDecoder(audio.format)
         self._detector = detector_of(audio.turn_detection)
         self.kept_from_ms: int | None = None
         """Sound from here on is kept also where nobody speaks."""
@@ -59,7 +59,7 @@ class Hearing:
     def configure(self, audio: AudioInput) -> None:
         """Go on in another way; a format that changes ends what was half a sample."""
         if audio.format != self._audio.format:
-            self._ear = Ear(audio.format)
+            self._decoder = InputDecoder(audio.format)
         if audio.turn_detection != self._audio.turn_detection:
             self._detector = detector_of(audio.turn_detection)
             self._restart()
@@ -88,9 +88,9 @@ class Hearing:
     def _bytes_a_second(self) -> int:
         return self._audio.format.rate * (2 if isinstance(self._audio.format, PcmFormat) else 1)
 
-    def hear(self, data: bytes) -> Iterator[Change]:
+    def feed(self, data: bytes) -> Iterator[Change]:
         """Take the next sound and tell who begins or ends to speak in it."""
-        pcm = self._ear.hear(data)
+        pcm = self._decoder.decode(data)
         self._buffer.append(pcm)
         if self._listening is not None:
             self._listening.write(np.frombuffer(pcm, "<i2"))
@@ -131,7 +131,7 @@ class Hearing:
         Raises:
             GatewayError: 400, it is under 100 ms, and stays.
         """
-        self._buffer.append(self._ear.end())
+        self._buffer.append(self._decoder.end())
         waits = self._buffer.end_ms - self._buffer.begin_ms
         if waits < SHORTEST_MS:
             said = f"The input audio buffer has {waits} ms of sound: append at least {SHORTEST_MS} ms, then commit."
@@ -143,7 +143,7 @@ class Hearing:
 
     def clear(self) -> None:
         """Drop all sound that waits."""
-        self._ear.end()
+        self._decoder.end()
         self._buffer.clear()
         self._restart()
         self.close()

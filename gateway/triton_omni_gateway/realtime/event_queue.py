@@ -12,7 +12,7 @@ from .events import written
 from .limits import RealtimeLimits
 
 
-class Outbox:
+class EventQueue:
     """A queue of events.
 
     Whoever makes many waits for `room` first, so that what a slow client has not taken is bounded.
