@@ -318,8 +318,8 @@ def draw(logits: Tensor, index: Tensor, memory: Memory, rules: Rules, mask_id: i
     """`TalkerStep.finish_decode`: draw from `logits` [N, V] into `memory.drawn`, except for the idle (last) slot.
 
     In the order of HF's and vLLM's steps: penalties, forbidden ids, least length, temperature, min-p, top-k, top-p;
-    then the cumulative distribution is inverted. Of equally likely ids at a bound all stay, whereas a
-    sort keeps some. All but the logits is read while the kernel before still runs, as `decode_attention` reads lengths.
+    then the cumulative distribution is inverted. All equally likely ids at a bound stay, whereas a sort keeps some.
+    Everything but the logits is read while the kernel before still runs, as `decode_attention` reads lengths.
     """
     (count, vocabulary), slots, others = logits.shape, memory.used.shape[0], len(rules.others)
     tile = triton.next_power_of_2(rules.codes)
