@@ -15,8 +15,8 @@ take three times as long beside steps of thinker and talker.
   small batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as
   its most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
 
-The constants below are no settings: they are what windows cost and how streams arrive in measurements of 7B on an H100
-and an H200. An operator tunes a rule by its limit, which is a setting.
+The constants below are no settings: they tell what windows of 7B cost on an H100 or H200, and which streams count as
+opened together, many or few. An operator tunes a rule by its limit, which is a setting.
 """
 
 from __future__ import annotations
