@@ -95,11 +95,11 @@ class Connection:
             "headers": [],
             "subprotocols": [],
         }
-        self.socket = WebSocket(scope, self.incoming.get, self._take)
+        self.socket = WebSocket(scope, self.incoming.get, self._record)
         self.told: list[dict[str, Any]] = []
         """Events since the last one that was waited for."""
 
-    async def _take(self, message: Any) -> None:
+    async def _record(self, message: Any) -> None:
         if message["type"] == "websocket.send":
             self.told.append(json.loads(message["text"]))
 

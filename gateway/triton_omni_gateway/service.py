@@ -97,7 +97,7 @@ class Gateway:
 
     async def explain(self, error: OmniClientError, naming: Naming, request_id: str) -> GatewayError:
         """The same of a request that is no HTTP request of its own."""
-        if error.by_triton or error.code == "internal":
+        if error.by_triton or error.code in ("internal", "connection_failed"):
             logger.error("%s failed in Triton: %s", request_id, error.message)
         is_ready = error.code not in OF_THE_SERVER or await self.ready()
         return from_client(error, naming, request_id, is_ready=is_ready)

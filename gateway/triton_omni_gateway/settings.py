@@ -93,7 +93,8 @@ class GatewaySettings:
     recording_cpu_seconds: int = 120
     """CPU seconds that one recording may take to decode."""
     recordings_at_once: int = 8
-    """Recordings decoded at once, each with up to 256 MiB; others wait. Short WAV files need no decoding here."""
+    """Recordings, and realtime turns longer than a window, decoded at once, each with up to 256 MiB; others wait. Short
+    WAV files need no decoding here."""
 
     def __post_init__(self) -> None:
         for url in self.triton_urls:

@@ -174,6 +174,16 @@ FORGED = {
     ),
     "another object": (zlib.compress(b"{}"), 400),
     "an unknown key": (zlib.compress(b'{"expires_at": 99999999999, "session": {"voic": "x"}}'), 400),
+    "another kind than the address": (
+        zlib.compress(b'{"expires_at": 99999999999, "session": {"instructions": "x", "model": "x"}}'),
+        404,
+    ),
+    "a number that JSON has not": (
+        zlib.compress(
+            b'{"expires_at": 99999999999, "session": {"audio": {"input": {"noise_reduction": {"strength": 1e999}}}}}'
+        ),
+        400,
+    ),
     "another's model": (zlib.compress(b'{"expires_at": 99999999999, "session": {"model": "x"}}'), 404),
 }
 
@@ -181,9 +191,11 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 async def test_without_keys_a_secret_that_anybody_made_is_read_with_care(gateway: RunningGateway, name: str) -> None:
     packed, expected = FORGED[name]
+    query = "?intent=transcription" if name == "another kind than the address" else ""
     seal = hmac.digest(b"", b"triton-omni client secret" + hashlib.sha256(packed).digest(), "sha256")
     value = "ek_" + base64.urlsafe_b64encode(seal + packed).rstrip(b"=").decode()
-    assert (await refusal(url_of(gateway), subprotocols=subprotocols(value)))[0] == expected
+    status, error = await refusal(url_of(gateway) + query, subprotocols=subprotocols(value))
+    assert (status, "client secret" in error["message"]) == (expected, expected != 404)
     value, _ = ClientSecrets(ApiKeys()).make("", {}, 60)
     foreign = await refusal(url_of(gateway), subprotocols=subprotocols(value), origin=origin())
     assert foreign[1]["code"] == "forbidden_origin"
@@ -206,8 +218,10 @@ async def test_the_longest_secret_travels_in_both_headers_and_a_longer_one_is_re
             refused, most = error, length
     assert 0 <= LONGEST - len(value) < 8
     beta = [*subprotocols(value), "openai-beta.realtime-v1"]
+    spaced = {"Authorization": f"Bearer  {value}"}
     async with talk(locked.base, key=value), connect(url_of(locked), subprotocols=beta):
-        pass
+        async with connect(url_of(locked), additional_headers=spaced):
+            pass
     assert (refused.status_code, refused.code, refused.param) == (413, "too_large", "session")
     assert f" in {LONGEST}, since it travels in a header" in refused.message
     assert "send them by `session.update`" in refused.message
@@ -218,6 +232,9 @@ async def test_the_longest_secret_travels_in_both_headers_and_a_longer_one_is_re
 async def test_a_head_with_a_line_that_is_too_long_is_refused(gateway: RunningGateway) -> None:
     status, error = await refusal(url_of(gateway), additional_headers={"X-Long": "x" * 8192})
     assert (status, "over 8192 bytes" in error["message"]) == (431, True)
+    for header in ({"Content-Length": "5"}, {"Transfer-Encoding": "chunked"}):
+        status, error = await refusal(url_of(gateway), additional_headers=header)
+        assert (status, "has no body" in error["message"]) == (400, True)
 
 
 async def test_foreign_pages_open_nothing_where_there_are_no_keys(gateway: RunningGateway) -> None:

@@ -44,6 +44,7 @@ async def test_a_client_that_takes_its_reply_slowly_is_still_heard() -> None:
         await asyncio.sleep(0)
     for _ in range(2000):  # far more than all that may be unsent
         await asyncio.sleep(0)
+    assert len(client.told) == 11
     client.send("response.cancel")
     for _ in range(TURNS):
         await asyncio.sleep(0)

@@ -101,7 +101,7 @@ class NoiseReduction(Strict):
     """OpenAI's; taken and of no effect."""
 
     type: Literal["near_field", "far_field"] | None = None
-    strength: Annotated[float, Field(ge=0)] | None = None
+    strength: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class AudioInput(Strict):

@@ -84,7 +84,8 @@ class Realtime:
             GatewayError: there is no such model, or another gateway's secret asks for what this one has not.
         """
         secret: Json = socket.scope["state"]["session"]
-        if secret.get("type", socket.query_params.get("intent")) == "transcription":
+        kind = secret.get("type", "realtime") if secret else socket.query_params.get("intent")
+        if kind == "transcription":
             # The address may name OpenAI's models, as `transcription` may.
             given = {"type": "transcription", **secret}
         else:
@@ -146,7 +147,7 @@ class Realtime:
         config = checked_config(given, self._settings.models, self._limits)
         value, made = self._secrets.make(request.state.caller, given, asked.expires_after.seconds)
         session = {"object": config.object_name, "id": new_id("sess"), **config.told()}
-        return JSONResponse({"value": value, "expires_at": int(made.expires_at), "session": session})
+        return JSONResponse({"value": value, "expires_at": made.expires_at, "session": session})
 
 
 async def _read(socket: WebSocket, session: Session, queue: EventQueue) -> None:

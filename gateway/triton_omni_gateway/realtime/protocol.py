@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import SecurityError
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS, Request, Response
 
@@ -54,11 +55,17 @@ class RealtimeProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         """Take what arrived; a head that is no WebSocket's would get no answer from uvicorn."""
         super().data_received(data)
-        if self.conn.handshake_exc is not None and not self.handshake_complete:
+        fault = self.conn.handshake_exc
+        if fault is None or self.handshake_complete:
+            return
+        if isinstance(fault, SecurityError) or isinstance(fault.__cause__, SecurityError):
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             longest = f"A line of the request's head is over {MAX_LINE_LENGTH} bytes"
             said = f"{longest}, or it has over {MAX_NUM_HEADERS} headers: send shorter ones, or fewer."
-            self._refuse(self.conn.reject(status, said), GatewayError(status, said))
+        else:
+            status = HTTPStatus.BAD_REQUEST
+            said = "A request for a WebSocket has no body: send it without Content-Length and Transfer-Encoding."
+        self._refuse(self.conn.reject(status, said), GatewayError(status, said))
 
     def _refuse(self, refusal: Response, error: GatewayError, path: str = "-") -> None:
         refusal.body = json.dumps(error.body()).encode()

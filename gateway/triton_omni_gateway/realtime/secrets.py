@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from triton_omni_gateway.errors import GatewayError, unauthorized
+from triton_omni_gateway.errors import GatewayError, bad_request, unauthorized
 from triton_omni_gateway.keys import ApiKeys
 from triton_omni_gateway.schemas import parse
 
@@ -32,7 +32,7 @@ LONGEST: Final = 7680
 _MOST_BYTES: Final = 1 << 16
 """Bytes that a secret carries: without keys anybody can make a short one that unpacks to megabytes."""
 _BEGIN: Final = "ek_"
-_BEARER: Final = f"bearer {_BEGIN}"
+_SCHEME: Final = "bearer "
 _LABEL: Final = b"triton-omni client secret"
 _SEAL_BYTES: Final = hashlib.sha256().digest_size
 _CURE: Final = "take a new one by POST /v1/realtime/client_secrets."
@@ -107,7 +107,7 @@ class ClientSecrets:
         Raises:
             GatewayError: 401, it is none of these keys, or has expired; 400, a newer gateway made it.
         """
-        sealed = _unpacked(authorization[len(_BEARER) :].strip())
+        sealed = _unpacked(authorization[len(_SCHEME) :].strip().removeprefix(_BEGIN))
         seal, packed = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         callers = (name for name in self._keys.callers if hmac.compare_digest(seal, _seal(name, packed)))
         caller = next(callers, None)
@@ -117,7 +117,11 @@ class ClientSecrets:
             text = zlib.decompressobj().decompress(packed, _MOST_BYTES)
         except zlib.error as error:  # of anybody, where there are no keys
             raise unauthorized(f"Incorrect client secret provided: {_CURE}") from error
-        carried = parse(_Carried, text)
+        try:
+            carried = parse(_Carried, text)
+        except GatewayError as error:
+            said = f"This gateway cannot read the client secret: {error.message} {_CURE}"
+            raise bad_request(said, param=error.param, code=error.code) from error
         if carried.expires_at <= self._clock():
             raise unauthorized(f"The client secret has expired: {_CURE}")
         return Secret(caller, given_of(carried.session), carried.expires_at)
@@ -125,7 +129,8 @@ class ClientSecrets:
 
 def is_secret(authorization: str) -> bool:
     """True if a header `Authorization` has the form of one with a secret."""
-    return authorization[: len(_BEARER)].lower() == _BEARER
+    scheme, value = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+    return scheme.lower() == _SCHEME and value.strip().startswith(_BEGIN)
 
 
 def _seal(caller: str, packed: bytes) -> bytes:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One session: each event of its client changes it and is answered; sound in it begins and ends turns.
 
-Between two events of a client and two deltas of a server nothing waits, so what is told is always what is.
+Between two events of a client and two deltas of a server nothing waits but for media, which threads read and write. So
+what is told is what is.
 """
 
 from __future__ import annotations
@@ -233,6 +234,7 @@ class Session:
         """Show an item with its media, which take long enough to encode to hold others up."""
         item = self._items.find(event.item_id)
         told = await asyncio.to_thread(item.told, self._config.audio.input.format)
+        self._items.find(event.item_id)  # a response may have dropped it meanwhile
         self._put(server_event("conversation.item.retrieved", item=told))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
