@@ -5,7 +5,7 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `listeners`, `caches` and `apart` longer; `apart` needs two GPUs.
+# After `./build.sh setup`. A part takes two to ten minutes, `numbers`, `listeners`, `caches` and `apart` longer; `apart` needs two GPUs.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
 # of random weights. STARTS ("1 2 3"), PRESETS ("reference fast") and SIZES ("7b 3b"): a share of `caches`, of `presets`
 # and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.

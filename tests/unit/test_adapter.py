@@ -203,6 +203,9 @@ def test_sampling_keys_are_not_parameters_beside_their_input():
     with pytest.raises(BadRequest, match=says):
         read_client_request(Request(inputs, parameters='{"top_p": 0.5}'))
     assert read_client_request(Request(inputs, parameters='{"stream": true}')).sampling_parameters == b"{}"
+    inputs[1] = text_tensor("sampling_parameters", "null")
+    sampling = read_client_request(Request(inputs, parameters='{"top_p": 0.5}')).sampling_parameters
+    assert json.loads(sampling) == {"thinker": {"top_p": 0.5}}
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,12 @@ async def test_the_longest_secret_travels_in_both_headers_and_a_longer_one_is_re
     assert 0 <= LONGEST - len(value) < 8
     beta = [*subprotocols(value), "openai-beta.realtime-v1"]
     spaced = {"Authorization": f"Bearer  {value}"}
-    async with talk(locked.base, key=value), connect(url_of(locked), subprotocols=beta):
-        async with connect(url_of(locked), additional_headers=spaced):
-            pass
+    async with (
+        talk(locked.base, key=value),
+        connect(url_of(locked), subprotocols=beta),
+        connect(url_of(locked), additional_headers=spaced),
+    ):
+        pass
     assert (refused.status_code, refused.code, refused.param) == (413, "too_large", "session")
     assert f" in {LONGEST}, since it travels in a header" in refused.message
     assert "send them by `session.update`" in refused.message

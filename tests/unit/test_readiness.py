@@ -119,6 +119,17 @@ def test_a_server_that_could_not_be_made_unready_is_told_again_and_that_reported
     assert capsys.readouterr().err == said
 
 
+def test_a_failure_may_have_had_its_effect_so_the_next_change_is_told_whatever_it_is(triton: Triton) -> None:
+    readiness = Readiness(triton, triton.repository)
+    triton.is_gone = True
+    readiness.set_ready(False)
+    readiness.join(IN_TIME_S)
+    triton.is_gone = False
+    readiness.set_ready(True)
+    readiness.join(IN_TIME_S)
+    assert triton.loads() == [False, True]
+
+
 def test_an_end_that_could_not_be_told_is_reported(triton: Triton, capsys: pytest.CaptureFixture[str]) -> None:
     readiness = Readiness(triton, triton.repository)
     triton.is_gone = True

@@ -73,7 +73,7 @@ def sampling_of(parameters: Mapping[str, Any], given: bytes | None) -> bytes | N
     whole = {name: value for name, value in parameters.items() if _place(name) == _TAKEN[0]}
     if not (thinker or whole):
         return given
-    if given:
+    if given and given.strip() != b"null":
         name = next(iter({**whole, **thinker}))
         raise BadRequest(f"{name}: a parameter beside sampling_parameters; put it into {_place(name)}")
     if isinstance(thinker.get("stop"), str):

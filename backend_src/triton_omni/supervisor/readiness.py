@@ -98,7 +98,11 @@ class Readiness:
 
     def __init__(self, control: Loads, repository: Path) -> None:
         self._control, self._repository = control, repository
-        self._said, self._failure = True, ""
+        self._said: bool | None = True
+        """What the server reports; None = unknown, after a failure."""
+        self._failure = ""
+        self._is_left = False
+        """True if the stop went on before Triton had answered."""
         self._telling: threading.Thread | None = None
         self._ending: threading.Thread | None = None
         self.on_fault: Callable[[], None] = lambda: None
@@ -121,6 +125,7 @@ class Readiness:
         self._ending = threading.Thread(target=self._tell, args=words, name="readiness-end", daemon=True)
         self._ending.start()
         self._ending.join(_SAID_WITHIN_S)
+        self._is_left = self._ending.is_alive()
 
     def join(self, timeout_s: float) -> None:
         """Wait until nothing is written to the repository any more."""
@@ -129,14 +134,19 @@ class Readiness:
                 thread.join(timeout_s)
 
     def _change(self, ready: bool) -> None:
-        if self._tell(ready, _STANDSTILL_MODEL):
-            self._said, self._failure = ready, ""
+        told = self._tell(ready, _STANDSTILL_MODEL)
+        # A call that failed may have had its effect: its answer was late, or the connection broke.
+        self._said = ready if told else None
+        if told:
+            self._failure = ""
 
     def _tell(self, ready: bool, model: str) -> bool:
         tell = say_ready if ready else say_unready
         try:
             tell(self._control, self._repository, model)
         except (ModelControlError, OSError) as error:
+            if self._is_left:  # the server's end cut the call off
+                return False
             # The next `set_ready` tries again. A failure that lasts is counted each time and reported once.
             self.on_fault()
             if str(error) != self._failure:

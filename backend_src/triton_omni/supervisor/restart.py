@@ -339,7 +339,8 @@ class StageRestarter:
         try:
             self._control.unload(MODELS[stage])
         except ModelControlError as reason:  # Triton refuses no model that is out of service already
-            say(f"{stage}: it could not be unloaded: {reason}")
+            if not self._stopping.is_set():
+                say(f"{stage}: it could not be unloaded: {reason}")
         while not self._stopping.is_set():
             if watched.starts.are_exhausted():
                 self.failure = watched.starts.sentence(stage, cause)
