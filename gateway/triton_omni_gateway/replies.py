@@ -28,7 +28,8 @@ def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def _base64(data: bytes) -> str:
+def to_base64(data: bytes) -> str:
+    """Bytes as base64 text."""
     return base64.b64encode(data).decode("ascii")
 
 
@@ -72,7 +73,7 @@ def completion(head: Head, reply: Reply, spoken: Spoken | None) -> Json:
         message["content"] = None
         message["audio"] = {
             "id": spoken.audio_id,
-            "data": _base64(encode_whole(spoken.sound_format, reply.audio)),
+            "data": to_base64(encode_whole(spoken.sound_format, reply.audio)),
             "expires_at": spoken.expires_at,
             "transcript": reply.text,
         }
@@ -119,7 +120,7 @@ class ChatChunks:
                 yield self._chunk({"content": text} if self._spoken is None else self._audio(transcript=text))
             case AudioDelta() if self._encoder is not None:
                 if data := self._encoder.feed(delta.samples):
-                    yield self._chunk(self._audio(data=_base64(data)))
+                    yield self._chunk(self._audio(data=to_base64(data)))
             case ToolCallDelta():
                 self._calls = True
                 yield self._chunk({"tool_calls": [call_chunk(delta)]})
@@ -131,7 +132,7 @@ class ChatChunks:
         is_silent = self._calls and not self._named
         if self._spoken is not None and self._encoder is not None and not is_silent:
             if rest := self._encoder.end():
-                yield self._chunk(self._audio(data=_base64(rest)))
+                yield self._chunk(self._audio(data=to_base64(rest)))
             yield self._chunk(self._audio(expires_at=self._spoken.expires_at))
         yield self._chunk({}, finish_reason(self.info), info=account(self.info))
         if self._include_usage:
@@ -152,7 +153,7 @@ class ChatChunks:
 
 def speech_delta(data: bytes) -> bytes:
     """The event of one chunk of speech, base64."""
-    return event({"type": "speech.audio.delta", "audio": _base64(data)})
+    return event({"type": "speech.audio.delta", "audio": to_base64(data)})
 
 
 def speech_done(info: Info | None, seed: int) -> bytes:

@@ -8,6 +8,7 @@ value and the limit, and the gateway passes that on.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -38,9 +39,11 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, strict=True, gt=0)]
 """Seconds of a timeout. The client of Triton refuses others itself, before the server could name the key."""
 
 
-def without_nulls(given: object) -> object:
-    """An object without its keys that are null; any other value as it is."""
-    return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+def without_nulls(given: object, *, kept: Collection[str] = ()) -> object:
+    """An object without its keys that are null, but for those `kept`; any other value as it is."""
+    if not isinstance(given, dict):
+        return given
+    return {key: value for key, value in given.items() if value is not None or key in kept}
 
 
 class _Model(BaseModel):

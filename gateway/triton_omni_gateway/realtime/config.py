@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictStr, Tag, model_validator
 
-from triton_omni_gateway.schemas import MAX_ITEMS
+from triton_omni_gateway.schemas import MAX_ITEMS, without_nulls
 
 Json = dict[str, Any]
 Modality = Literal["text", "audio"]
@@ -36,9 +36,7 @@ class Strict(BaseModel):
     @classmethod
     def _without_nulls(cls, given: object) -> object:
         """Leave out what is null: programs send all keys that they know."""
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if value is not None or key in OFF_BY_NULL}
+        return without_nulls(given, kept=OFF_BY_NULL)
 
 
 class PcmFormat(Strict):

@@ -13,6 +13,7 @@ from typing import Literal, cast
 from triton_omni_client import Media, heard_text
 from triton_omni_client.conversation import user_message
 from triton_omni_gateway.errors import GatewayError, bad_request
+from triton_omni_gateway.replies import to_base64
 from triton_omni_gateway.translate import plain_base64
 
 from .calls import CallItem, OutputItem, made_call, needed
@@ -66,10 +67,10 @@ class Content:
         """The part as events show it; media only where the format of sound is given."""
         match self.kind:
             case "input_audio":
-                sound = {} if sound_format is None else {"audio": _base64(encoded_input(self.data, sound_format))}
+                sound = {} if sound_format is None else {"audio": to_base64(encoded_input(self.data, sound_format))}
                 return {"type": self.kind, "transcript": self.text or None, **sound}
             case "input_image":
-                url = None if sound_format is None else f"data:{self.mime};base64,{_base64(self.data)}"
+                url = None if sound_format is None else f"data:{self.mime};base64,{to_base64(self.data)}"
                 return {"type": self.kind, "image_url": url, "detail": "auto"}
             case "output_audio":
                 return {"type": self.kind, "transcript": self.text}
@@ -311,10 +312,6 @@ def _image(url: str, path: str) -> Content:
         said = f"Invalid value for '{path}': a picture is data:image/png;base64,…; no address is fetched."
         raise bad_request(said, param=path, code="invalid_value")
     return Content("input_image", data=decoded_base64(data, path), mime=head[len("data:") : -len(";base64")][:_SHOWN])
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def decoded_base64(text: str, path: str) -> bytes:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from triton_omni_client import AudioDelta, Delta, Info, TextDelta, ToolCallDelta, heard_text
 from triton_omni_client.audio import SAMPLE_RATE
 from triton_omni_gateway.errors import GatewayError
-from triton_omni_gateway.replies import finish_reason, token_counts, usage
+from triton_omni_gateway.replies import finish_reason, to_base64, token_counts, usage
 
 from .calls import CallItem
 from .config import FunctionTool, Json, Modality, NamedTool, SoundFormat
@@ -206,7 +205,7 @@ class Response:
     def _put_sound(self, data: bytes) -> None:
         self._content().seconds = self.seconds
         if data:
-            self._put_part(f"{_AUDIO}.delta", delta=base64.b64encode(data).decode())
+            self._put_part(f"{_AUDIO}.delta", delta=to_base64(data))
 
     def _put_part(self, kind: str, **fields: Any) -> None:
         self.put(server_event(kind, **self._place(self._the_message()), content_index=0, **fields))
