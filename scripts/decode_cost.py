@@ -22,6 +22,7 @@ from typing import Literal, cast
 import av
 import numpy as np
 from av.video.stream import VideoStream
+from markdown_table import table
 from numpy.typing import NDArray
 
 from triton_omni.core.settings import RequestLimits
@@ -129,7 +130,7 @@ def fitted(moving: Cost, noise: Cost) -> tuple[float, float]:
     return float(pixel_s), float(byte_s)
 
 
-def row(codec: Codec, count: int, repeats: int) -> str:
+def row(codec: Codec, count: int, repeats: int) -> list[str]:
     """The codec's line of the table; the least of `repeats` times counts, since other work only adds to them."""
     costs = []
     for content in BITS:
@@ -139,7 +140,7 @@ def row(codec: Codec, count: int, repeats: int) -> str:
     pixel_s, byte_s = fitted(*costs)
     largest = limits.max_video_source_pixels * pixel_s + limits.max_media_bytes * byte_s
     told = [f"{cost.full_s:.0f} ({cost.full_bytes * 8e-6 / LENGTH_S:.0f} Mbit/s)" for cost in costs]
-    return f"| {codec.name} | {' | '.join(told)} | {pixel_s * 1e9:.1f} | {byte_s * 1e9:.0f} | {largest:.0f} |"
+    return [codec.name, *told, f"{pixel_s * 1e9:.1f}", f"{byte_s * 1e9:.0f}", f"{largest:.0f}"]
 
 
 def main() -> None:
@@ -150,11 +151,10 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("SVT_LOG", "1")  # errors alone
     print(f"FFmpeg's libavcodec {'.'.join(map(str, av.library_versions['libavcodec']))}, PyAV {av.__version__}")
-    print("| codec | moving pictures | noise | ns a pixel | ns a byte | largest video |")
-    print("|---|---|---|---|---|---|")
-    for codec in CODECS:
-        if codec.encoder in av.codecs_available:
-            print(row(codec, given.frames, given.repeats), flush=True)
+    installed = (codec for codec in CODECS if codec.encoder in av.codecs_available)
+    head = ("codec", "moving pictures", "noise", "ns a pixel", "ns a byte", "largest video")
+    for line in table(head, (row(codec, given.frames, given.repeats) for codec in installed)):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

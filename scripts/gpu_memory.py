@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from markdown_table import table
+
 from triton_omni.checkpoint.synthetic import planned_tensors
 from triton_omni.checkpoint.synthetic_config import omni_config, split_name
 from triton_omni.core.profile import NO_PROFILE, load_profile
@@ -87,12 +89,11 @@ def document() -> str:
     columns = [parts(name, settings(profile)) for name, profile in COLUMNS.values()]
     rows = [(part, *(f"{column[part] / _GIB:.1f}" for column in columns)) for part in columns[0]]
     together = ("**together**", *(f"**{sum(column.values()) / _GIB:.1f}**" for column in columns))
-    header = f"| GiB | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}"
-    table = "\n".join([header, *(f"| {' | '.join(row)} |" for row in (*rows, together))])
     seven, three = (
         f"{need.thinker_token / 1000:.0f} and {need.talker_token / 1000:.0f} KB" for need in map(Needs.of, ("7b", "3b"))
     )
-    return f"{table}\n\nA token takes, in thinker and talker: 7B {seven}, 3B {three}.\n"
+    lines = "\n".join(table(("GiB", *COLUMNS), (*rows, together)))
+    return f"{lines}\n\nA token takes, in thinker and talker: 7B {seven}, 3B {three}.\n"
 
 
 if __name__ == "__main__":

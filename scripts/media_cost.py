@@ -14,12 +14,13 @@ import io
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import soundfile  # type: ignore[import-untyped]
 import torch
+from markdown_table import table
 from PIL import Image, ImageFilter
 
 from triton_omni.checkpoint.config import load_config
@@ -64,14 +65,21 @@ def median_ms(work: Callable[[], object]) -> float:
 
 def measure(preprocessor: Preprocessor, decoders: Decoders, media: Mapping[str, MediaPart]) -> None:
     """Print a line for each medium."""
-    print("| medium | bytes | decoding, ms | preprocessed anew, ms | found, ms | kept, MB |\n|---|---|---|---|---|---|")
+    head = ("medium", "bytes", "decoding, ms", "preprocessed anew, ms", "found, ms", "kept, MB")
+    for line in table(head, _measured(preprocessor, decoders, media)):
+        print(line, flush=True)
+
+
+def _measured(
+    preprocessor: Preprocessor, decoders: Decoders, media: Mapping[str, MediaPart]
+) -> Iterator[tuple[str, ...]]:
     for name, part in media.items():
         decoding = median_ms(lambda: decoders.decode([part], with_audio=False, is_wanted=lambda: True))  # noqa: B023
         anew = median_ms(lambda: preprocessor.preprocess(_asking(part), 0))  # noqa: B023
         before = _kept_bytes(preprocessor)
         found = median_ms(lambda: preprocessor.preprocess(_asking(part, cache_salt=SALT), 0))  # noqa: B023
         kept = (_kept_bytes(preprocessor) - before) / 1e6
-        print(f"| {name} | {len(part.data)} | {decoding:.1f} | {anew:.1f} | {found:.2f} | {kept:.2f} |")
+        yield name, str(len(part.data)), f"{decoding:.1f}", f"{anew:.1f}", f"{found:.2f}", f"{kept:.2f}"
 
 
 def _kept_bytes(preprocessor: Preprocessor) -> float:

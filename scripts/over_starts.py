@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from markdown_table import table
 
 _NUMBER: Final = re.compile(r"\.\d+$")
 
@@ -72,14 +73,16 @@ def figures(reports: Iterable[Path]) -> Figures:
     return found
 
 
-def table(found: Figures) -> Iterator[str]:
+def summary(found: Figures) -> Iterator[str]:
     """One line a load and variant: median, and least and greatest of several values; lines of Markdown."""
-    yield f"| load | variant | {' | '.join(KINDS)} |"
-    yield "|" + "---|" * (2 + len(KINDS))
+    return table(("load", "variant", *KINDS), _rows(found))
+
+
+def _rows(found: Figures) -> Iterator[list[str]]:
     rows = dict.fromkeys(tuple(reversed(key.split("/")[1:])) for key in found)
     for load, variant in sorted(rows, key=_natural):
         cells = (_cell(found.get(f"{name}/{variant}/{load}", []), kind.digits) for name, kind in KINDS.items())
-        yield f"| {load} | {variant} | {' | '.join(cells)} |"
+        yield [load, variant, *cells]
 
 
 def _natural(names: tuple[str, ...]) -> list[list[str | int]]:
@@ -103,7 +106,7 @@ def main(
     if not reports:
         raise typer.BadParameter(f"no report VARIANT/LOAD.json in {', '.join(map(str, folders))}", param_hint="FOLDERS")
     found = figures(reports)
-    typer.echo("\n".join(table(found)))
+    typer.echo("\n".join(summary(found)))
     if output is not None:
         part = folders[0].name
         written = {

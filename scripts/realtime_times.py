@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 import openai
+from markdown_table import table
 
 from triton_omni_client.bench.statistics import percentile
 from triton_omni_client.bench.triton_metrics import samples
@@ -65,11 +66,8 @@ class Times:
 
     def lines(self) -> list[str]:
         """A Markdown table."""
-        rows = [
-            f"| {KINDS[kind]} | {len(times)} | {_ms(times, 50)} | {_ms(times, 95)} |"
-            for kind, times in self.found.items()
-        ]
-        return ["| from … to | turns | median, ms | p95, ms |", "|---|---|---|---|", *rows]
+        rows = [(KINDS[kind], str(len(times)), _ms(times, 50), _ms(times, 95)) for kind, times in self.found.items()]
+        return list(table(("from … to", "turns", "median, ms", "p95, ms"), rows))
 
 
 def _ms(times: list[float], percent: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MinLen
+from markdown_table import table
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -158,9 +159,8 @@ def _argument(action: argparse.Action) -> str:
     return "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str | None]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join((cell or '').replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"{line}\n" for line in table(head, rows))
 
 
 def _list(pairs: Iterable[tuple[str, str]]) -> str:

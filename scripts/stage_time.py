@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from markdown_table import table
 
 from triton_omni.core.metrics import Doing
 from triton_omni.session.ledger_table import STAGES
@@ -33,29 +34,34 @@ def stage_table(counters: Counted, busy: Mapping[str, float]) -> Iterator[str]:
         counters: of a run, by stage.
         busy: share of the run's time, 0 to 1, in which the GPU worked for a stage.
     """
-    yield from _head("seconds", *STAGES)
+    return table(("seconds", *STAGES), _stage_rows(counters, busy))
+
+
+def _stage_rows(counters: Counted, busy: Mapping[str, float]) -> Iterator[list[str]]:
     for doing in get_args(Doing):
         seconds = [counters.get(stage, {}).get(f"loop_seconds/{doing}", 0.0) for stage in STAGES]
         if any(seconds):
-            yield _row(doing, *(f"{each:.2f}" for each in seconds))
-    yield _row("all", *(f"{_loop_seconds(counters.get(stage, {})):.2f}" for stage in STAGES))
+            yield [doing, *(f"{each:.2f}" for each in seconds)]
+    yield ["all", *(f"{_loop_seconds(counters.get(stage, {})):.2f}" for stage in STAGES)]
     steps = [counters.get(stage, {}).get("batch_size_count", 0.0) for stage in STAGES]
     held = [counters.get(stage, {}).get("batch_size_sum", 0.0) for stage in STAGES]
-    yield _row("steps, batches", *(f"{count:.0f}" for count in steps))
-    yield _row(
-        "sequences a step", *(f"{each / count:.1f}" if count else "-" for each, count in zip(held, steps, strict=True))
-    )
-    yield _row("GPU, %", *(f"{100 * busy[stage]:.0f}" if stage in busy else "-" for stage in STAGES))
+    yield ["steps, batches", *(f"{count:.0f}" for count in steps)]
+    sizes = (f"{each / count:.1f}" if count else "-" for each, count in zip(held, steps, strict=True))
+    yield ["sequences a step", *sizes]
+    yield ["GPU, %", *(f"{100 * busy[stage]:.0f}" if stage in busy else "-" for stage in STAGES)]
 
 
 def window_table(counters: Mapping[str, float]) -> Iterator[str]:
     """Windows of token2wav by kind, and the seconds of their batches; lines of Markdown."""
-    yield from _head("windows", "number", "seconds", "ms a window")
+    return table(("windows", "number", "seconds", "ms a window"), _window_rows(counters))
+
+
+def _window_rows(counters: Mapping[str, float]) -> Iterator[list[str]]:
     for name, count in counters.items():
         if name.startswith("window_seconds_count/"):
             kind = name.rpartition("/")[2]
             seconds = counters[f"window_seconds_sum/{kind}"]
-            yield _row(kind, f"{count:.0f}", f"{seconds:.2f}", f"{1000 * seconds / count:.1f}")
+            yield [kind, f"{count:.0f}", f"{seconds:.2f}", f"{1000 * seconds / count:.1f}"]
 
 
 def tables(report: Any) -> Iterator[str]:
@@ -80,15 +86,6 @@ def tables(report: Any) -> Iterator[str]:
 
 def _loop_seconds(counters: Mapping[str, float]) -> float:
     return sum(value for name, value in counters.items() if name.startswith("loop_seconds/"))
-
-
-def _head(*cells: str) -> Iterator[str]:
-    yield _row(*cells)
-    yield "|" + "---|" * len(cells)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main(

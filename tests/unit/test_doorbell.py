@@ -85,13 +85,17 @@ def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
     assert [path.name for path in server_folder.own_folder(name).iterdir()] == ["talker-bell"]
 
 
-def test_a_ring_that_fails_is_logged_once(name, monkeypatch, caplog):
-    ringer = DoorbellRinger(name, "talker")
-    monkeypatch.setattr(ringer, "_address", "x" * 200)
-    for _ in range(3):
-        ringer.ring()
+def test_a_ring_that_fails_is_logged_once_and_so_is_its_end(name, monkeypatch, caplog):
+    bell, ringer = Doorbell(name, "talker", lambda: None), DoorbellRinger(name, "talker")
+    address = ringer._address
+    for used in ("x" * 200, address, "x" * 200):
+        monkeypatch.setattr(ringer, "_address", used)
+        for _ in range(3):
+            ringer.ring()
     ringer.close()
-    assert caplog.text.count("a doorbell could not be rung: AF_UNIX path too long") == 1
+    bell.close()
+    failed, again = "a doorbell could not be rung: AF_UNIX path too long", "a doorbell could be rung again"
+    assert [record.getMessage() for record in caplog.records] == [failed, again, failed]
 
 
 def test_a_doorbell_whose_socket_breaks_ends_its_thread_and_says_so(name, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 import subprocess
 from datetime import date
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
+TEN = runpy.run_path(str(ROOT / "scripts" / "ten_numbers.py"))
 RUNS = sorted((ROOT / "docs" / "gpu-runs").glob("*.json"))
 Text = Annotated[str, Field(min_length=1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -46,33 +49,6 @@ def read(path: Path) -> Run:
     return Run.model_validate_json(path.read_text(encoding="utf-8"))
 
 
-def ten_numbers() -> list[list[str]]:
-    """The cells of each row of the first table."""
-    table = DOCUMENT.read_text(encoding="utf-8").partition("| figure | target |")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-
-
-def told(row: list[str]) -> tuple[str, list[str], list[Path]]:
-    """The figure's key, the numbers of a row (median, least, greatest, how many), and its runs."""
-    key = re.findall(r"`([^`]*)`", row[0])[-1]
-    numbers = [row[2], *row[3].split(" to "), row[4].partition(",")[0]]
-    return key, numbers, [DOCUMENT.parent / target for target in re.findall(r"\]\(([^)]+)\)", row[6])]
-
-
-def differs(row: list[str]) -> str | None:
-    """Return how a row differs from its runs; None if they agree."""
-    key, (median, least, greatest, count), paths = told(row)
-    figures = [read(path).figures[key] for path in paths]
-    values = [value for figure in figures for value in figure.values]
-    digits = -int(Decimal(median).as_tuple().exponent)
-    found = [f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))]
-    if [median, least, greatest] != found or int(count) != len(values):
-        return f"{key}: {found} of {len(values)}"
-    if {figure.part for figure in figures} != {row[5].strip("`")}:
-        return f"{key}: another part measures it"
-    return None if (len(values) < 3) == row[4].endswith(", fewer than three") else f"{key}: too few are not said"
-
-
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_a_run_names_machine_date_and_a_command_that_exists(path: Path) -> None:
     run = read(path)
@@ -100,18 +76,79 @@ def test_a_run_without_machine_date_command_or_unit_is_refused(change: dict[str,
 
 
 def test_ten_numbers_are_those_of_the_runs_named() -> None:
-    rows = ten_numbers()
-    assert len(rows) == 10
-    assert [differs(row) for row in rows] == [None] * 10
+    assert len(TEN["ROWS"]) == 10
+    TEN["main"](check=True)
 
 
 @pytest.mark.parametrize(
-    ("cell", "text"), [(2, "150"), (3, "148 to 159"), (4, "6"), (5, "`plans`"), (4, "5, fewer than three")]
+    ("column", "text"), [(3, "150"), (4, "148 to 159"), (5, "6"), (6, "`plans`"), (5, "5, fewer than three")]
 )
-def test_a_number_that_no_run_has_is_found(cell: int, text: str) -> None:
-    row = ten_numbers()[0]
-    row[cell] = text
-    assert differs(row) is not None
+def test_a_number_that_no_run_has_is_found_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: int, text: str
+) -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    (line,) = (line for line in document.splitlines() if f"`{TEN['ROWS'][0].key}`" in line)
+    cells = line.split(" | ")
+    cells[column - 1] = text
+    (tmp_path / "gpu-runs").symlink_to(ROOT / "docs" / "gpu-runs")
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(document.replace(line, " | ".join(cells)), encoding="utf-8")
+    monkeypatch.setitem(TEN["main"].__globals__, "DOCUMENT", copy)
+    with pytest.raises(SystemExit, match="the ten numbers are not those of their runs"):
+        TEN["main"](check=True)
+    TEN["main"]()
+    assert copy.read_text(encoding="utf-8") == document
+
+
+@pytest.fixture
+def kept_runs(tmp_path: Path) -> Path:
+    """Runs of a figure: one with three values, one with one, and one by another part."""
+    runs = {
+        "2026-11-26-k": ([3, 1, 2.25], "numbers"),
+        "2026-12-01-a": ([9], "numbers"),
+        "2026-12-02-a": ([5], "served"),
+    }
+    for name, (values, part) in runs.items():
+        figure = {"values": values, "unit": "ms", "part": part}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"figures": {"x": figure}}), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        ("k", ["2.2", "1.0 to 3.0", "3", "`numbers`", "[k](gpu-runs/2026-11-26-k.json)"]),
+        (
+            "2026-12-01-a",
+            ["9.0", "9.0 to 9.0", "1, fewer than three", "`numbers`", "[01 a](gpu-runs/2026-12-01-a.json)"],
+        ),
+        (
+            "k 2026-12-01-a",
+            [
+                "2.6",
+                "1.0 to 9.0",
+                "4",
+                "`numbers`",
+                "[k](gpu-runs/2026-11-26-k.json) [01 a](gpu-runs/2026-12-01-a.json)",
+            ],
+        ),
+    ],
+)
+def test_a_row_takes_all_values_of_one_run_or_of_several(kept_runs: Path, runs: str, told: list[str]) -> None:
+    assert TEN["cells"](TEN["Row"]("a time", "x", "≤ 2", 1, runs), kept_runs) == ["a time `x`", "≤ 2", *told]
+
+
+@pytest.mark.parametrize(
+    ("key", "runs", "reason"),
+    [
+        ("x", "z", r"2026-11-26-z\.json does not exist"),
+        ("y", "k", r"2026-11-26-k\.json has no figure y"),
+        ("x", "k 2026-12-02-a", "x: numbers and served measured it"),
+    ],
+)
+def test_a_row_without_a_run_that_measured_it_is_refused(kept_runs: Path, key: str, runs: str, reason: str) -> None:
+    with pytest.raises(typer.BadParameter, match=reason):
+        TEN["cells"](TEN["Row"]("a time", key, "≤ 2", 1, runs), kept_runs)
 
 
 def test_figures_by_load_are_those_of_the_run_linked() -> None:

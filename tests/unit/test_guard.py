@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from processes import children, is_running
 from triton_omni.session.server_folder import process_of, server_name
+from triton_omni.supervisor.guard import Guard
 from triton_omni.supervisor.leftovers import end_group_of
 from waiting import IN_TIME_S, wait_for
 
@@ -111,6 +114,28 @@ def test_a_guard_that_was_killed_is_replaced_by_one_that_does_the_same(running: 
         assert replaced != killed
     running.supervisor.kill()
     wait_for(lambda: not any(running.is_left()))
+
+
+def test_a_guard_that_cannot_be_replaced_is_reported_once_a_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        guard = Guard(other.pid)
+        guard.close()
+        start = guard._start
+        for code in (errno.EAGAIN, errno.EAGAIN, errno.ENOMEM, errno.ENOMEM):
+            monkeypatch.setattr(guard, "_start", Mock(side_effect=OSError(code, os.strerror(code))))
+            guard.renew()
+        monkeypatch.setattr(guard, "_start", start)
+        guard.renew()
+        guard.close()
+        other.kill()
+    gone = "warning: the guard's process is gone, and another cannot be started"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{gone} ({os.strerror(errno.EAGAIN)})",
+        f"{gone} ({os.strerror(errno.ENOMEM)})",
+        "warning: the guard's process was gone; another was started",
+    ]
 
 
 def guards_of(supervisor: int) -> list[int]:

@@ -91,7 +91,9 @@ def test_the_whole_backend_is_seen():
     seen = {"triton_omni.core.errors", "triton_omni.stub.adapter", "triton_omni.token2wav.stage"}
     assert seen <= set(BACKEND_MODULES)
     assert len(MODEL_FILES) == 4
-    assert own_imports(BACKEND / "session" / "loop.py") == {f"triton_omni.core.{name}" for name in ("gpu", "metrics")}
+    assert own_imports(BACKEND / "session" / "loop.py") == {
+        f"triton_omni.core.{name}" for name in ("gpu", "logs", "metrics")
+    }
     assert "triton_omni.session.ledger" in own_imports(BACKEND / "thinker" / "stage.py")
 
 

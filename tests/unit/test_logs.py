@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from fakes import FakePreprocessor, FakeThinkerEngine
 from session_rig import finished, pipeline
-from triton_omni.core.logs import LONGEST_VALUE, PlainFormatter, configure_logging, json_formatter, log_event
+from triton_omni.core.logs import (
+    LONGEST_VALUE,
+    LastingFailure,
+    PlainFormatter,
+    configure_logging,
+    json_formatter,
+    log_event,
+)
 from triton_omni.core.settings import SettingsError
 from triton_omni.supervisor.options import parse_options
 from waiting import IN_TIME_S
@@ -153,6 +160,13 @@ def test_an_exception_is_a_field_of_json_and_lines_of_its_own_else():
     assert json.loads(line).keys() == {"time", "level", "logger", "message", "exception"}
     assert json.loads(line)["exception"].endswith("'a cause'")
     assert PlainFormatter().format(told).splitlines()[1] == "Traceback (most recent call last):"
+
+
+def test_a_failure_that_lasts_is_news_once_a_cause_and_once_over():
+    failure = LastingFailure()
+    assert not failure.ends()
+    assert [failure.begins(cause) for cause in ("", "", "full", "full", "")] == [True, False, True, False, True]
+    assert [failure.ends(), failure.ends(), failure.begins(""), failure.ends()] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(("chosen", "is_json"), [("", False), ("plain", False), ("json", True)])

@@ -193,6 +193,15 @@ def test_the_thread_lives_on_when_ending_the_sessions_raises_too(run):
     assert loop.alive
 
 
+def test_a_fault_that_stays_is_logged_once(run, caplog):
+    driven = Driven()
+    driven.faults = {"poll": RuntimeError("device lost"), "fail": RuntimeError("still lost")}
+    run(driven)
+    wait_for(lambda: len(driven.failures) >= 4)
+    told = ["the stage's engine failed", "ending the sessions after the engine's failure failed as well"]
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 def test_a_fault_that_stays_does_not_spin(run):
     driven = Driven()
     driven.faults["poll"] = RuntimeError("device lost")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import runpy
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
+from markdown_table import table
 
 from client_fakes import FakeTriton, chunk, final, serve_grpc
 from gateway_fakes import run_gateway
@@ -126,6 +128,26 @@ def test_a_realtime_reply_without_sound_ends_a_turn_and_is_not_timed(
         measuring["main"]([gateway.base, str(question), "--turns", "1", "--cuts", "1"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[:2] for row in rows[1:]] == [["| server_vad: end of speech, speech_stopped", "1"]]
+
+
+def test_rows_of_a_table_come_as_they_are_measured() -> None:
+    measured: list[str] = []
+
+    def rows() -> Iterator[list[str]]:
+        for name in ("first", "a|b"):
+            measured.append(name)
+            yield [name, "1"]
+
+    lines = table(("what", "ms"), rows())
+    assert [next(lines), next(lines), next(lines)] == ["| what | ms |", "|---|---|", "| first | 1 |"]
+    assert measured == ["first"]
+    assert list(lines) == ["| a\\|b | 1 |"]
+
+
+def test_no_script_writes_a_table_of_its_own() -> None:
+    by_hand = re.compile(r"""["']\|(?: |-{3})|["'] \| ["']""")
+    scripts = [path for path in (ROOT / "scripts").rglob("*.py") if path.stem != "markdown_table"]
+    assert [path.name for path in scripts if by_hand.search(path.read_text(encoding="utf-8"))] == []
 
 
 async def test_engines_are_idle_once_no_stage_has_a_session(monkeypatch: pytest.MonkeyPatch) -> None:

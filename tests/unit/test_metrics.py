@@ -217,6 +217,7 @@ def test_metrics_go_on_after_a_failure_and_the_log_has_each_once(published, pb_u
     sessions.fault = None
     wait_for(lambda: sessions.values[-1:] == [9])
     assert caplog.text.count("metrics could not be published") == 1
+    wait_for(lambda: caplog.text.count("metrics are published again") == 1)
     sessions.fault = RuntimeError("no room")
     stats.now = StageStats(8, 0, 0, 0, 0, 0)
     rounds(stats)

@@ -97,8 +97,8 @@ def test_what_triton_refused_is_said_again_and_reported_once(
         readiness.join(IN_TIME_S)
     assert triton.loads() == [False, True, True, True]
     assert [call for call, _ in triton.calls].count("unload") == 1
-    said = "readiness: the server could not be made ready: no more processes\n"
-    assert capsys.readouterr().err == said
+    failed, made = "could not be made ready: no more processes", "was made ready"
+    assert capsys.readouterr().err == f"readiness: the server {failed}\nreadiness: the server {made}\n"
     assert len(faults) == 2
 
 
@@ -115,8 +115,8 @@ def test_a_server_that_could_not_be_made_unready_is_told_again_and_that_reported
         readiness.join(IN_TIME_S)
     assert triton.loads() == [False, False, False]
     assert len(faults) == 2
-    said = "readiness: the server could not be made not ready: failed to connect to all addresses\n"
-    assert capsys.readouterr().err == said
+    failed, made = "could not be made not ready: failed to connect to all addresses", "was made not ready"
+    assert capsys.readouterr().err == f"readiness: the server {failed}\nreadiness: the server {made}\n"
 
 
 def test_a_failure_may_have_had_its_effect_so_the_next_change_is_told_whatever_it_is(triton: Triton) -> None:

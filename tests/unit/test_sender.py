@@ -189,16 +189,21 @@ def test_nothing_goes_into_the_ring_of_a_process_that_is_gone(ledgers, ring, rin
     later.close()
 
 
-def test_a_ring_that_cannot_be_had_is_told_once_a_look(ledgers, ring, caplog):
+def test_a_ring_that_cannot_be_had_is_told_once_a_cause_and_once_it_is_had(ledgers, ring, caplog):
     path = server_folder.table_path(ledgers[1].name).with_name("talker-ring")
-    path.write_bytes(b"\x02\x00no")
+    sound = path.read_bytes()
     ring_writer = RingWriter(ledgers[0], "talker", CPU)
-    ring_writer.find_ring(LOOK_NS)
-    ring_writer.find_ring(LOOK_NS + 1)
-    assert len(caplog.records) == 1
-    assert "what goes to talker takes Triton's messages" in caplog.text
+    looks = iter(range(LOOK_NS, 100 * LOOK_NS, LOOK_NS))
+    for content in (b"\x02\x00no", b"", sound):
+        path.write_bytes(content)
+        for _ in range(3):
+            ring_writer.find_ring(next(looks))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3
+    assert all(line.startswith("what goes to talker takes Triton's messages") for line in told[:2])
+    assert told[0] != told[1]
+    assert told[2] == "what goes to talker takes the ring now"
     ring_writer.close()
-    path.unlink()
 
 
 class Sent:

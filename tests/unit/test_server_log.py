@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import pytest
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.readiness import NO_BACKEND
 from triton_omni.supervisor.server_log import PERIOD_S, WRITTEN, Repeats, ServerLog, find_reason
+from waiting import IN_TIME_S
 
 # Written by every server on a machine without a GPU, whatever happens later.
 BEGINNING = """\
@@ -151,6 +155,27 @@ def test_the_output_goes_to_the_file_and_its_end_is_kept(tmp_path: Path) -> None
         log.close()
     assert (tmp_path / "server.log").read_text() == "error: the first\nlast words ?\n"
     assert log.reason() == "the first"
+
+
+class Filling(io.StringIO):
+    """A file whose disk is full and then not."""
+
+    def write(self, line: str) -> int:
+        if line.startswith("lost"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(line)
+
+
+def test_a_disk_that_is_full_is_reported_once_and_so_is_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    log = ServerLog(Path("server.log"))
+    log._sink = sink = Filling()
+    command = [sys.executable, "-c", "print('a lost1 lost2 b c lost3 d'.replace(' ', chr(10)))"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        log.settle(IN_TIME_S)
+    assert sink.getvalue() == "a\nb\nc\nd\n"
+    full = "the log server.log cannot be written (No space left on device): lines are lost, the server goes on\n"
+    assert capfd.readouterr().err == 2 * (full + "the log server.log is written again\n")
 
 
 def test_a_log_is_emptied_but_never_that_of_a_server_that_runs(tmp_path: Path) -> None:

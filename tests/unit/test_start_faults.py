@@ -245,6 +245,27 @@ def test_a_full_disk_under_the_log_costs_lines_and_not_the_server(capfd: pytest.
     assert log.reason().startswith("19999 ")
 
 
+UNHEARD = f"""
+import subprocess, sys
+from triton_omni.supervisor.server_log import ServerLog
+log = ServerLog(None)
+with subprocess.Popen([sys.executable, "-c", {TALKATIVE!r}], stdout=subprocess.PIPE) as server:
+    log.follow(server)
+    print(server.wait(), flush=True)
+    log.close()
+print(log.reason().split()[0])
+"""
+
+
+def test_a_full_disk_under_standard_error_costs_lines_and_not_the_server() -> None:
+    """Nobody can be told of it, as the report goes to standard error too."""
+    with Path("/dev/full").open("w") as full_disk:
+        done = subprocess.run(
+            [sys.executable, "-c", UNHEARD], stdout=subprocess.PIPE, stderr=full_disk, text=True, check=True
+        )
+    assert done.stdout == "0\n19999\n"
+
+
 @pytest.mark.parametrize("share", ["65", "30", "99.5", "0"])
 def test_a_part_of_a_gpu_is_refused(share: str) -> None:
     with pytest.raises(ServerError, match=f"{MPS_SHARE} is {share}, .* unset it, or set it to 100"):

@@ -57,5 +57,9 @@ def port(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, for whoever runs the command; at once, also where that is a file."""
-    print(line, file=sys.stderr, flush=True)
+    """Write a line to standard error, for whoever runs the command; at once, also where that is a file.
+
+    A line that cannot be written, as on a full disk, is lost: the command goes on, for it may guard a server.
+    """
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log records of request events, and the form of a stage's log.
+"""Log records of request events, failures that last, and the form of a stage's log.
 
 A record has a name and fields, never content, media or keys of a request. It is one line of text,
 `finished request=r1 session=s0g1 seconds=1.2`. It also has the event and each field as an attribute, which the JSON
@@ -49,6 +49,23 @@ def _cut(value: Value) -> Value:
 def _quoted(value: Value) -> str:
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(value)
+
+
+class LastingFailure:
+    """A failure of work that is tried again and again, so that it is reported once a cause; for one thread."""
+
+    def __init__(self) -> None:
+        self._cause: str | None = None
+
+    def begins(self, cause: str) -> bool:
+        """Note that the work failed; return True unless it failed the last time too, for the same cause."""
+        before, self._cause = self._cause, cause
+        return before != cause
+
+    def ends(self) -> bool:
+        """Note that the work succeeded; return True if it failed the last time."""
+        before, self._cause = self._cause, None
+        return before is not None
 
 
 # --- the format of a log ----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from triton_omni.core.errors import StageName
+from triton_omni.core.logs import LastingFailure
 from triton_omni.session.server_folder import open_own, own_folder, table_path
 
 _DATA_AT: Final = 4096
@@ -302,7 +303,7 @@ class DoorbellRinger:
         self._address = str(table_path(name).with_name(_file_name(stage)))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._failure = ""
+        self._failure = LastingFailure()
 
     def ring(self) -> None:
         """Ring; nothing happens if no stage listens, or if enough rings wait already."""
@@ -311,9 +312,11 @@ class DoorbellRinger:
         except _UNHEARD:
             return
         except OSError as error:
-            if str(error) != self._failure:
+            if self._failure.begins(str(error)):
                 logger.warning("a doorbell could not be rung: %s", error)
-            self._failure = str(error)
+        else:
+            if self._failure.ends():
+                logger.warning("a doorbell could be rung again")
 
     def close(self) -> None:
         """Ring no more."""

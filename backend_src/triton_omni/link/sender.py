@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triton_omni.core.errors import StageName
 from triton_omni.core.gpu import await_side_stream, on_side_stream
+from triton_omni.core.logs import LastingFailure
 from triton_omni.core.metrics import Metric
 from triton_omni.link.ring import DoorbellRinger, Ring, RingError, open_ring
 from triton_omni.link.send_queue import Batch, RingBatch, SendQueue
@@ -155,6 +156,7 @@ class RingWriter:
         self._ringer = DoorbellRinger(ledger.name, to)
         self._ring: Ring | None = None
         self._look_from_ns = 0
+        self._failure = LastingFailure()
         self._copies: list[_Copy] = []
         self._notes: list[tuple[SessionKey, Placed]] = []
 
@@ -168,7 +170,11 @@ class RingWriter:
         try:
             self._ring = open_ring(self._ledger.name, self._to, self._ledger.word(EPOCH, self._to), self._device)
         except (RingError, LedgerError, OSError) as error:
-            logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
+            if self._failure.begins(str(error)):
+                logger.warning("what goes to %s takes Triton's messages, which are slower: %s", self._to, error)
+            return
+        if self._ring is not None and self._failure.ends():
+            logger.warning("what goes to %s takes the ring now", self._to)
 
     def has_places(self, key: SessionKey) -> bool:
         """Return True if the session has places in a ring."""

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from triton_omni.core.gpu import settle_thread
+from triton_omni.core.logs import LastingFailure
 from triton_omni.core.metrics import Doing, LoopClock
 
 IDLE_POLL_S = 0.05
@@ -61,6 +62,7 @@ class StageLoop:
         self._awake = False
         self._stopping = False
         self._ended = False
+        self._failure, self._failure_to_end = LastingFailure(), LastingFailure()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -112,15 +114,17 @@ class StageLoop:
                 self._turn()
             except Exception as error:
                 # The engine is of no more use, but commands still run, so that every session and message ends.
-                logger.exception("the stage's engine failed")
+                if self._failure.begins(repr(error)):
+                    logger.exception("the stage's engine failed")
                 self._fail(error)
                 time.sleep(IDLE_POLL_S)
 
     def _fail(self, error: Exception) -> None:
         try:
             self._driven.fail(error)
-        except Exception:
-            logger.exception("ending the sessions after the engine's failure failed as well")
+        except Exception as raised:
+            if self._failure_to_end.begins(repr(raised)):
+                logger.exception("ending the sessions after the engine's failure failed as well")
 
     def _finished(self) -> bool:
         with self._changed:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from triton_omni.core.errors import StageName
+from triton_omni.core.logs import LastingFailure
 from triton_omni.core.metrics import Metric
 from triton_omni.link.receiver import LinkLatency, Until
 from triton_omni.session.stage import Stage
@@ -190,7 +191,7 @@ class StageMetrics:
         self._families.clear()
 
     def _run(self) -> None:
-        rested, told, told_at = False, "", 0
+        rested, failure, told_at = False, LastingFailure(), 0
         for number in itertools.count():
             if self._stopping.wait(INTERVAL_S):
                 return
@@ -201,12 +202,14 @@ class StageMetrics:
                 # A stage that has become empty publishes all its figures at once.
                 if number % SLOW_ROUNDS == 0 or (resting and not rested):
                     self._publish(self._slow())
-                rested, told = resting, ""
+                rested = resting
+                if failure.ends():
+                    logger.warning("metrics are published again")
             except Exception as error:
                 # The next round may succeed. A failure that lasts is logged now and then.
-                if repr(error) != told or number - told_at >= REMINDER_ROUNDS:
+                if failure.begins(repr(error)) or number - told_at >= REMINDER_ROUNDS:
                     logger.exception("metrics could not be published")
-                    told, told_at = repr(error), number
+                    told_at = number
 
     def _held(self) -> Iterable[Metric]:
         for name, value in dataclasses.asdict(self._stage.stats()).items():

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from triton_omni.core.arguments import say
+from triton_omni.core.logs import LastingFailure
 from triton_omni.session.server_folder import server_name
 from triton_omni.supervisor.leftovers import end_group, end_group_of, remove_shared_memory
 from triton_omni.supervisor.machine import ServerError
@@ -37,7 +38,7 @@ class Guard:
     def __init__(self, leader: int, *, regions: str = "", folders: Sequence[Path] = ()) -> None:
         self._command = [sys.executable, "-m", __name__, server_name(leader), regions, *map(str, folders)]
         self._process = self._start()
-        self._told = False
+        self._failure = LastingFailure()
 
     def renew(self) -> None:
         """Start another process if the guard's has ended, and report that on standard error; may be called often."""
@@ -47,12 +48,12 @@ class Guard:
         try:
             self._process = self._start()
         except OSError as error:
-            if not self._told:
-                say(f"warning: the guard's process is gone, and another cannot be started ({error.strerror})")
-            self._told = True
+            report = f"warning: the guard's process is gone, and another cannot be started ({error.strerror})"
+            if self._failure.begins(report):
+                say(report)
         else:
             say("warning: the guard's process was gone; another was started")
-            self._told = False
+            self._failure.ends()
 
     def close(self) -> None:
         """Stop guarding the group."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from triton_omni.core.arguments import say
+from triton_omni.core.logs import LastingFailure
 from triton_omni.session.ledger_table import DRAINING, ENDING, LEAVING, Field
 from triton_omni.supervisor.model_control import ModelControlError
 
@@ -100,7 +101,7 @@ class Readiness:
         self._control, self._repository = control, repository
         self._said: bool | None = True
         """What the server reports; None = unknown, after a failure."""
-        self._failure = ""
+        self._failure = LastingFailure()
         self._is_left = False
         """True if the stop went on before Triton had answered."""
         self._telling: threading.Thread | None = None
@@ -134,14 +135,11 @@ class Readiness:
                 thread.join(timeout_s)
 
     def _change(self, ready: bool) -> None:
-        told = self._tell(ready, _STANDSTILL_MODEL)
         # A call that failed may have had its effect: its answer was late, or the connection broke.
-        self._said = ready if told else None
-        if told:
-            self._failure = ""
+        self._said = ready if self._tell(ready, _STANDSTILL_MODEL) else None
 
     def _tell(self, ready: bool, model: str) -> bool:
-        tell = say_ready if ready else say_unready
+        tell, wanted = (say_ready, "ready") if ready else (say_unready, "not ready")
         try:
             tell(self._control, self._repository, model)
         except (ModelControlError, OSError) as error:
@@ -149,11 +147,12 @@ class Readiness:
                 return False
             # The next `set_ready` tries again. A failure that lasts is counted each time and reported once.
             self.on_fault()
-            if str(error) != self._failure:
-                wanted = "ready" if ready else "not ready"
-                say(f"readiness: the server could not be made {wanted}: {error}")
-            self._failure = str(error)
+            report = f"readiness: the server could not be made {wanted}: {error}"
+            if self._failure.begins(report):
+                say(report)
             return False
+        if self._failure.ends():
+            say(f"readiness: the server was made {wanted}")
         return True
 
 

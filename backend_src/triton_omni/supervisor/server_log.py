@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from triton_omni.core.arguments import say
+from triton_omni.core.logs import LastingFailure
 from triton_omni.supervisor.machine import ServerError
 from triton_omni.supervisor.readiness import MISSING_BACKEND
 
@@ -150,7 +151,7 @@ class ServerLog:
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._pump: threading.Thread | None = None
         self._sink: IO[str] | None = None
-        self._told = False
+        self._failure = LastingFailure()
 
     @property
     def hint(self) -> str:
@@ -216,10 +217,12 @@ class ServerLog:
             sink.write(line)
             sink.flush()
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if self._failure.begins(str(error.strerror)):
                 what = f"the log {self.path or 'on standard error'} cannot be written ({error.strerror})"
                 say(f"{what}: lines are lost, the server goes on")
+        else:
+            if self._failure.ends():
+                say(f"the log {self.path or 'on standard error'} is written again")
 
 
 def _own(path: Path) -> IO[str]:
