@@ -81,7 +81,7 @@ def test_ten_numbers_are_those_of_the_runs_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "text"), [(3, "150"), (4, "148 to 159"), (5, "6"), (6, "`plans`"), (5, "5, fewer than three")]
+    ("column", "text"), [(3, "999"), (4, "148 to 159"), (5, "6"), (6, "`plans`"), (5, "5, fewer than three")]
 )
 def test_a_number_that_no_run_has_is_found_and_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: int, text: str
