@@ -34,6 +34,7 @@ const composer = new Composer({ send: () => ask(), refuse: (message) => showErro
 const dialogue = new Dialogue(api, player, log, { change: show, hear: beHeard, fail, close: closed });
 const talk = new Talk({
   begin: beginTalk,
+  heard: beginHearing,
   hear: (piece) => dialogue.hear(piece),
   end: endTalk,
   change: show,
@@ -197,14 +198,18 @@ async function beginTalk() {
   dialogue.stop();
   try {
     await dialogue.open();
-    if (!dialogue.findsTurns) {
-      beHeard();
-    }
     return true;
   } catch (failure) {
     fail(/** @type {Error} */ (failure), null);
     return false;
   }
+}
+
+function beginHearing() {
+  if (!dialogue.findsTurns) {
+    beHeard();
+  }
+  show();
 }
 
 function endTalk() {
