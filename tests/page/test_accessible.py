@@ -67,6 +67,8 @@ def test_fingers_are_told_of_no_keys_and_their_keyboard_stays_away(
     with visit(browser, gateway.base, **options) as at:
         at.state("ready")
         assert not at.page.is_visible("#keys")
+        tapped = "getComputedStyle(document.querySelector('#talk')).webkitTapHighlightColor"
+        assert at.page.evaluate(tapped) == "rgba(0, 0, 0, 0)"  # else a square around what is round
         at.write("What is the sea?")
         at.state("speaking")
         at.page.tap("#stop")

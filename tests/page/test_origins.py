@@ -31,7 +31,7 @@ def visit_at(host: str, browser: Any, gateway: RunningGateway, folder: Path, **o
         found.problems = [problem for problem in found.problems if not problem.startswith(HEADER)]
 
 
-@pytest.mark.parametrize("size", [(390, 844), (844, 390)], ids=["upright", "on its side"])
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844), (844, 390)], ids=["desktop", "upright", "on its side"])
 def test_a_page_over_http_tells_why_it_has_no_microphone_and_can_be_written_to(
     browser: Any, triton: FakeTriton, gateway: RunningGateway, tmp_path: Path, size: tuple[int, int]
 ) -> None:
@@ -45,7 +45,9 @@ def test_a_page_over_http_tells_why_it_has_no_microphone_and_can_be_written_to(
             False,
             False,
         )
-        assert at.page.locator("#log").bounding_box()["width"] > width / 2
+        log, note, composer = [at.page.locator(f"#{found}").bounding_box()["width"]
+                               for found in ("log", "no-microphone", "composer")]  # fmt: skip
+        assert (log > width / 2, note <= composer) == (True, True)
         at.write("What is the sea?")
         at.state("speaking")
         assert messages(triton) == [said("What is the sea?")]
