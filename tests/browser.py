@@ -91,12 +91,21 @@ def run_browser(folder: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def launch(kind: Any, folder: Path, microphone: Path | None = None) -> Iterator[Any]:
-    """Another browser of this `browser_type`, whose microphone plays the WAV file `microphone` once."""
+def launch(kind: Any, folder: Path, microphone: Path | None = None, host: str | None = None) -> Iterator[Any]:
+    """Another browser of this `browser_type`.
+
+    Args:
+        kind: of the browser.
+        folder: where it writes.
+        microphone: a WAV file, which its microphone plays once.
+        host: a name or an IP address that means this machine to it, and is no secure origin as `127.0.0.1` is.
+    """
     program, environment = _chromium(folder)
     options = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     if microphone is not None:
         options.append(f"--use-file-for-fake-audio-capture={microphone}%noloop")
+    if host is not None:
+        options += [f"--host-resolver-rules=MAP {host} 127.0.0.1", "--no-proxy-server"]
     launched = kind.launch(executable_path=program, args=options, env={**os.environ, **environment})
     try:
         yield launched

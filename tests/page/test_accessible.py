@@ -17,6 +17,17 @@ UPRIGHT = {**PHONE, "viewport": {"width": 360, "height": 640}}
 ON_ITS_SIDE = {**PHONE, "viewport": {"width": 844, "height": 390}}
 TABLET = {**PHONE, "viewport": {"width": 1024, "height": 768}}
 DARK = {"color_scheme": "dark"}
+ROOM_AROUND_THE_RING = """() => {
+  const [talk, camera, state] = ["#talk", "#camera", "#state"].map((name) => document.querySelector(name));
+  state.dataset.state = "hearing";
+  camera.ariaPressed = "true";
+  talk.style.transition = "none";
+  talk.style.setProperty("--level", "1");
+  const ring = Math.max(...getComputedStyle(talk).boxShadow.match(/[0-9.]+px/g).map(parseFloat));
+  const [orb, seen, told] = [talk, camera, state].map((found) => found.getBoundingClientRect());
+  return [orb.left - ring - seen.right, told.top - ring - orb.bottom];
+}"""
+"""Pixels from the ring of the loudest voice to the camera's picture and to the line of the state."""
 
 
 @pytest.mark.parametrize(
@@ -56,6 +67,8 @@ def test_fingers_are_told_of_no_keys_and_their_keyboard_stays_away(
     with visit(browser, gateway.base, **options) as at:
         at.state("ready")
         assert not at.page.is_visible("#keys")
+        tapped = "getComputedStyle(document.querySelector('#talk')).webkitTapHighlightColor"
+        assert at.page.evaluate(tapped) == "rgba(0, 0, 0, 0)"  # else a square around what is round
         at.write("What is the sea?")
         at.state("speaking")
         at.page.tap("#stop")
@@ -73,6 +86,16 @@ def test_a_notch_hides_nothing(browser: Any, gateway: RunningGateway) -> None:
             box = at.page.locator(shown).bounding_box()
             assert box["x"] >= 47, shown
             assert box["x"] + box["width"] <= 844 - 47, shown
+
+
+@pytest.mark.parametrize("options", [{}, UPRIGHT, ON_ITS_SIDE], ids=["desktop", "phone", "landscape"])
+def test_the_ring_of_a_loud_voice_covers_nothing(
+    browser: Any, gateway: RunningGateway, options: dict[str, Any]
+) -> None:
+    with visit(browser, gateway.base, **options) as at:
+        at.state("ready")
+        beside, below = at.page.evaluate(ROOM_AROUND_THE_RING)
+        assert (beside > 0, below > 0) == (True, True), (beside, below)
 
 
 def test_everything_is_reached_by_the_keyboard_in_order_and_its_focus_seen(at: Visit) -> None:

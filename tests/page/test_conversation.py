@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ RATE = 24000
 QUIET_S, SPOKEN_S = 6.0, 1.5
 REPLIES = [("word " * 400, 40.0), ("Second.", 0.5), ("Third.", 0.5)]
 HEARD = "What is the sea?"
+NOTE_STATES = """() => {
+  const { dataset } = document.querySelector("#state");
+  window.states = [dataset.state];
+  new MutationObserver(() => window.states.push(dataset.state)).observe(document.querySelector("#state"), {
+    attributeFilter: ["data-state"],
+  });
+}"""
 
 
 class Scripted:
@@ -75,6 +83,7 @@ def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path
         at.state("ready")
         at.page.get_by_role("button", name="Camera").click()
         at.wait_until("document.querySelector('#mirror').videoWidth > 0")
+        at.page.evaluate(NOTE_STATES)
         at.page.get_by_role("button", name="Talk").click()
         at.state("hearing")
         at.state("speaking")
@@ -86,6 +95,8 @@ def test_three_spoken_turns_one_of_which_interrupts(browser: Any, tmp_path: Path
         (cut,) = at.told("conversation.item.truncate")
         assert at.page.locator(".reply .unheard").count() == 1
         kinds = [event["type"] for event in at.events]
+        states = at.page.evaluate("window.states")
+    assert [after for before, after in pairwise(states) if before == "hearing"] == ["thinking"] * 3
     first, second, third = script.chats
     heard = heard_text(REPLIES[0][0], cut["audio_end_ms"] / 1000)
     turn = [("user", ["image"]), ("user", ["audio"])]

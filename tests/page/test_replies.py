@@ -163,6 +163,22 @@ def test_the_text_of_a_reply_is_never_html(triton: FakeTriton, at: Visit) -> Non
     assert at.page.evaluate("window.broken") is None
 
 
+def test_of_two_replies_one_is_replayed_at_a_time(triton: FakeTriton, at: Visit) -> None:
+    triton.script = story(np.tile(SPEECH, 25))
+    for number in (1, 2):
+        at.write("hello")
+        at.wait_until("window.played.length")
+        at.wait_until(f"document.querySelectorAll('.reply').length === {number}")
+        at.state("speaking")
+        at.page.click("#stop")
+        at.ended(number)
+    for playing in (0, 1):
+        at.page.get_by_role("button", name="Replay").nth(playing).click()
+        expected = json.dumps([playing != 0, playing != 1])
+        at.wait_until(f"'{expected}' === JSON.stringify([...document.querySelectorAll('.reply audio')]"
+                      ".map((sound) => sound.paused)).replace(',', ', ')")  # fmt: skip
+
+
 def test_a_reply_is_markdown_that_one_may_copy_replay_and_keep(triton: FakeTriton, at: Visit) -> None:
     text = "# Tea\n\n- **hot** water\n- [leaves](https://tea.example/)"
     triton.script = story(SPEECH[:RATE], text=text)
@@ -175,6 +191,7 @@ def test_a_reply_is_markdown_that_one_may_copy_replay_and_keep(triton: FakeTrito
     assert reply.locator("a").get_attribute("rel") == "noopener noreferrer"
     at.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     at.page.get_by_role("button", name="Copy").click()
+    at.page.wait_for_selector(".actions :text('Copied')")
     at.wait_until(f"navigator.clipboard.readText().then((text) => text.trim() === {json.dumps(text)})")
     at.page.get_by_role("button", name="Replay").click()
     at.wait_until("document.querySelector('.reply audio').ended")

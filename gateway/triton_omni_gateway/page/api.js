@@ -18,6 +18,11 @@ export class ApiError extends Error {
   get needsKey() {
     return this.status === 401;
   }
+
+  /** True if the gateway refuses what it is asked, ready or not. */
+  get isRefusal() {
+    return this.status >= 400 && this.status < 500;
+  }
 }
 
 export class Api {

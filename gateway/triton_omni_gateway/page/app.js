@@ -8,6 +8,7 @@ import { Dialogue } from "./dialogue.js";
 import { byId, element } from "./dom.js";
 import { Health } from "./health.js";
 import { Log } from "./log.js";
+import { Microphone } from "./microphone.js";
 import { Player } from "./player.js";
 import { Talk } from "./talk.js";
 
@@ -17,7 +18,7 @@ const STATES = {
   connecting: "Connecting",
   locked: "Key needed",
   away: "Server away",
-  ready: "Ready to talk",
+  ready: Microphone.isAllowed ? "Ready to talk" : "Ready",
   listening: "Listening",
   hearing: "Hearing you",
   thinking: "Thinking",
@@ -34,6 +35,7 @@ const composer = new Composer({ send: () => ask(), refuse: (message) => showErro
 const dialogue = new Dialogue(api, player, log, { change: show, hear: beHeard, fail, close: closed });
 const talk = new Talk({
   begin: beginTalk,
+  heard: beginHearing,
   hear: (piece) => dialogue.hear(piece),
   end: endTalk,
   change: show,
@@ -156,6 +158,8 @@ async function connect() {
   } catch (failure) {
     if (failure instanceof ApiError && failure.needsKey) {
       askForKey(failure.message);
+    } else if (failure instanceof ApiError && failure.isRefusal) {
+      showError(failure.message, connect);
     }
     return; // health tells of all else, and asks again
   }
@@ -197,14 +201,18 @@ async function beginTalk() {
   dialogue.stop();
   try {
     await dialogue.open();
-    if (!dialogue.findsTurns) {
-      beHeard();
-    }
     return true;
   } catch (failure) {
     fail(/** @type {Error} */ (failure), null);
     return false;
   }
+}
+
+function beginHearing() {
+  if (!dialogue.findsTurns) {
+    beHeard();
+  }
+  show();
 }
 
 function endTalk() {

@@ -127,6 +127,7 @@ export class Dialogue {
   /** The user has said all: answer it. */
   answer() {
     this.isHearing = false;
+    this.isWaiting = true;
     this.#session.send({ type: "input_audio_buffer.commit" });
     this.#session.send({ type: "response.create" });
     this.#askedAt = performance.now();
@@ -247,6 +248,7 @@ export class Dialogue {
 
   #userEnds() {
     this.isHearing = false;
+    this.isWaiting = true; // what was said becomes an item at once
     this.#askedAt = performance.now();
     this.#told.change();
   }

@@ -23,6 +23,7 @@ export class Log {
     this.#list = list;
     this.#welcome = /** @type {HTMLElement} */ (list.firstElementChild);
     list.addEventListener("scroll", () => this.#noteScroll());
+    list.addEventListener("play", ({ target }) => this.hush(target), { capture: true });
     list.addEventListener("load", () => this.#follow(), { capture: true }); // an image had no height before
     new ResizeObserver(() => this.#follow()).observe(list);
   }
@@ -78,10 +79,12 @@ export class Log {
     return this.#list.children.length === 1;
   }
 
-  /** Silence what was replayed. */
-  hush() {
+  /** Silence what was replayed. @param {EventTarget | null} [but] what goes on */
+  hush(but = null) {
     for (const sound of this.#list.querySelectorAll("audio, video")) {
-      /** @type {HTMLMediaElement} */ (sound).pause();
+      if (sound !== but) {
+        /** @type {HTMLMediaElement} */ (sound).pause();
+      }
     }
   }
 
@@ -184,7 +187,10 @@ export class ReplyView {
  */
 function actionsOf(text, file) {
   const copy = action("Copy", "M9 9h10v10H9zM5 15V5h10");
-  copy.addEventListener("click", () => navigator.clipboard.writeText(text));
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    /** @type {Element} */ (copy.lastElementChild).textContent = "Copied";
+  });
   const copies = text && window.isSecureContext ? [copy] : [];
   return file ? [...copies, ...replays(URL.createObjectURL(file))] : copies;
 }

@@ -4,15 +4,26 @@
 /** A filter that leaves what 16 kHz can have: Butterworth of the sixth order, hertz and decibels. */
 const HIGHEST_HZ = 6800;
 const QUALITIES_DB = [-5.73, -3.01, 5.73];
+const CURE = "allow it for this page or plug one in, and press Talk again.";
 
+/**
+ * @typedef {object} Told nothing after it was closed
+ * @property {(piece: Float32Array) => void} hear samples at 16 kHz
+ * @property {(message: string) => void} fail it cannot be opened, or has left
+ */
+
+/** Opened once and closed once: closed while it opens, it lets go of all that it is given later. */
 export class Microphone {
-  /** @type {{stream: MediaStream, context: AudioContext} | null} */
-  #open = null;
-  #take;
+  #told;
+  #isClosed = false;
+  /** @type {MediaStreamTrack[]} */
+  #tracks = [];
+  /** @type {AudioContext | null} */
+  #context = null;
 
-  /** @param {(piece: Float32Array) => void} take told of every piece while it is open */
-  constructor(take) {
-    this.#take = take;
+  /** @param {Told} told */
+  constructor(told) {
+    this.#told = told;
   }
 
   /** True if this page may ask for a microphone: browsers allow it over HTTPS and on this very machine. */
@@ -20,48 +31,55 @@ export class Microphone {
     return window.isSecureContext && "mediaDevices" in navigator;
   }
 
-  /**
-   * Fulfilled once it is heard: some devices take half a second to begin, and what is said before is lost.
-   * @throws {Error} there is none, or the user does not want it
-   */
+  /** Ask for it; some devices take half a second to begin, and what is said before is lost. */
   async open() {
     try {
       await this.#start();
     } catch (error) {
-      this.close();
       const { message, name } = /** @type {Error} */ (error);
-      throw new Error(`The microphone cannot be used: ${message || name}.`);
+      this.#fail(`The microphone cannot be used (${message || name}): ${CURE}`);
     }
   }
 
   /** Let the microphone go, and the browser's sign of it. */
   close() {
-    for (const track of this.#open?.stream.getTracks() ?? []) {
+    this.#isClosed = true;
+    for (const track of this.#tracks) {
       track.stop();
     }
-    this.#open?.context.close();
-    this.#open = null;
+    this.#context?.close();
+    this.#context = null;
   }
 
   async #start() {
     const audio = { channelCount: 1, echoCancellation: true, noiseSuppression: true, autoGainControl: true };
     const stream = await navigator.mediaDevices.getUserMedia({ audio });
+    this.#tracks = stream.getTracks();
+    if (this.#isClosed) {
+      this.close();
+      return;
+    }
+    for (const track of this.#tracks) {
+      track.addEventListener("ended", () => this.#fail(`The microphone has stopped: ${CURE}`));
+    }
     const context = new AudioContext();
-    this.#open = { stream, context };
+    this.#context = context;
     await Promise.all([context.audioWorklet.addModule(new URL("tap.js", import.meta.url)), context.resume()]);
     const tap = new AudioWorkletNode(context, "tap", {
       numberOfOutputs: 0,
       channelCount: 1,
       channelCountMode: "explicit",
     });
-    await new Promise((resolve) => {
-      tap.port.onmessage = ({ data }) => {
-        resolve(undefined);
-        this.#take(data);
-      };
-      QUALITIES_DB.map((Q) => new BiquadFilterNode(context, { type: "lowpass", frequency: HIGHEST_HZ, Q }))
-        .reduce((from, to) => from.connect(to), /** @type {AudioNode} */ (context.createMediaStreamSource(stream)))
-        .connect(tap);
-    });
+    tap.port.onmessage = ({ data }) => this.#isClosed || this.#told.hear(data);
+    QUALITIES_DB.map((Q) => new BiquadFilterNode(context, { type: "lowpass", frequency: HIGHEST_HZ, Q }))
+      .reduce((from, to) => from.connect(to), /** @type {AudioNode} */ (context.createMediaStreamSource(stream)))
+      .connect(tap);
+  }
+
+  /** @param {string} message */
+  #fail(message) {
+    if (!this.#isClosed) {
+      this.#told.fail(message);
+    }
   }
 }

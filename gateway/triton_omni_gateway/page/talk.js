@@ -11,18 +11,19 @@ const FULL = 0.2;
 /**
  * @typedef {object} Told
  * @property {() => Promise<boolean>} begin the user wants to talk; fulfilled with whether somebody can listen
- * @property {(piece: Float32Array) => void} hear what the microphone hears, at 16 kHz
- * @property {() => void} end the user wants to talk no more
- * @property {() => void} change the microphone was opened or let go
+ * @property {() => void} heard the microphone is heard from now on
+ * @property {(piece: Float32Array) => void} hear what it hears, at 16 kHz
+ * @property {() => void} end the user, who was heard, wants to talk no more
+ * @property {() => void} change a press was taken, or the microphone let go
  * @property {(message: string) => void} fail there is no microphone to speak into
  */
 
 export class Talk {
   #button = byId("talk", HTMLButtonElement);
-  #microphone = new Microphone((piece) => this.#hear(piece));
   #told;
-  /** True from the press that opens the microphone to the one that closes it. */
-  isOn = false;
+  /** The one of the last press: each press has its own, so that one which opens late is told from it.
+   * @type {Microphone | null} */
+  #microphone = null;
   /** True while the microphone is heard: some take a second to open, and users to allow it. */
   isHeard = false;
 
@@ -31,6 +32,11 @@ export class Talk {
     this.#told = told;
     byId("no-microphone", HTMLElement).hidden = Microphone.isAllowed;
     this.#button.addEventListener("click", () => (this.isOn ? this.#end() : this.#begin()));
+  }
+
+  /** True from the press that opens the microphone to the one that closes it. */
+  get isOn() {
+    return this.#microphone !== null;
   }
 
   /** Allow a press, or not yet. */
@@ -45,50 +51,54 @@ export class Talk {
 
   /** Let the microphone go. */
   off() {
-    this.#microphone.close();
-    this.#mark(false);
+    this.#microphone?.close();
+    this.#mark(null);
   }
 
   async #begin() {
-    this.#mark(true);
-    try {
-      const isAwaited = await this.#told.begin();
-      if (isAwaited && this.isOn) {
-        await this.#microphone.open();
-      } else {
-        this.#mark(false);
-      }
-    } catch (error) {
-      this.#mark(false);
-      this.#told.fail(/** @type {Error} */ (error).message);
+    const microphone = new Microphone({ hear: (piece) => this.#hear(piece), fail: (message) => this.#fail(message) });
+    this.#mark(microphone);
+    const isAwaited = await this.#told.begin();
+    if (this.#microphone !== microphone) {
+      return; // pressed again meanwhile
+    }
+    if (isAwaited) {
+      microphone.open();
+    } else {
+      this.off();
     }
   }
 
   #end() {
+    const wasHeard = this.isHeard;
     this.off();
-    this.#told.end();
+    if (wasHeard) {
+      this.#told.end();
+    }
+  }
+
+  /** @param {string} message */
+  #fail(message) {
+    this.#end();
+    this.#told.fail(message);
   }
 
   /** @param {Float32Array} piece */
   #hear(piece) {
-    if (this.isOn) {
-      this.level = loudness(piece);
-      this.#told.hear(piece);
-      if (!this.isHeard) {
-        this.isHeard = true;
-        this.#told.change();
-      }
-    } else {
-      this.#microphone.close(); // pressed again while it was being opened
+    if (!this.isHeard) {
+      this.isHeard = true;
+      this.#told.heard();
     }
+    this.level = loudness(piece);
+    this.#told.hear(piece);
   }
 
-  /** @param {boolean} isOn */
-  #mark(isOn) {
-    this.isOn = isOn;
+  /** @param {Microphone | null} microphone */
+  #mark(microphone) {
+    this.#microphone = microphone;
     this.isHeard = false;
     this.level = 0;
-    this.#button.ariaPressed = String(isOn);
+    this.#button.ariaPressed = String(this.isOn);
     this.#told.change();
   }
 }
