@@ -39,7 +39,7 @@ def test_a_page_over_http_tells_why_it_has_no_microphone_and_can_be_written_to(
     with visit_at("10.1.2.3", browser, gateway, tmp_path, viewport={"width": width, "height": height}) as at:
         at.state("ready")
         assert at.page.evaluate("[isSecureContext, typeof navigator.mediaDevices]") == [False, "undefined"]
-        assert at.page.get_by_text("begin with https:// and to localhost. Open this page there").is_visible()
+        assert at.page.get_by_text("pages over HTTPS and to localhost. Open this page there").is_visible()
         assert (at.text("#state"), at.page.is_enabled("#talk"), at.page.is_visible("#camera")) == (
             "Ready",
             False,
