@@ -38,7 +38,8 @@ JSON, FORM = "application/json", "application/x-www-form-urlencoded"
 WAYS = ("generate", "generate_stream", "infer")
 BRACKETS = BODY_BYTES // 64 + (1 << 20)
 UNPACKED_MIB = 96.0
-"""Most MiB that a refused compressed body may leave in tritonserver; unpacked it would be 160. The test itself holds several copies."""
+"""Most MiB that a refused compressed body may leave in tritonserver; unpacked it would be 160. The test has
+several copies of it."""
 
 
 @pytest.fixture(scope="module")
