@@ -143,7 +143,13 @@ def test_the_library_has_what_is_asked_of_it() -> None:
 
 def test_a_process_belongs_to_the_stage_that_its_command_line_names() -> None:
     command = ["cat", "/models/token2wav/1/model.py", "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as stub:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+    ) as stub:
+        assert stub.stdin is not None
+        assert stub.stdout is not None
+        stub.stdin.write(b"x")
+        assert stub.stdout.read(1) == b"x"  # it runs: a new process has no command line at first
         assert (stage_of(stub.pid), stage_of(os.getpid())) == ("token2wav", OTHER)
     assert stage_of(stub.pid) == OTHER
 
