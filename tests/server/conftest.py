@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,26 @@ from gateway_fakes import RunningGateway, run_gateway
 from processes import family, is_running
 from reference.hf import HfReference
 from server.serving import Served, serve, wait_for
+from server.stacks import doings
 from triton_omni_client.messages import MODEL
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed tells what the stages of its servers do: a reply that does not come has its cause there."""
+    report = yield
+    if report.when == "call" and report.failed:
+        fixtures = getattr(item, "funcargs", {}).values()
+        for server in {server for value in fixtures if isinstance(server := getattr(value, "server", value), Served)}:
+            report.sections.append((f"server {server.supervisor.pid}", _told(server)))
+    return report
+
+
+def _told(server: Served) -> str:
+    try:
+        return doings(server)
+    except Exception as error:  # noqa: BLE001 - a server that has ended must not hide why the test failed
+        return f"it tells nothing: {error!r}"
 
 
 @pytest.fixture(scope="session")

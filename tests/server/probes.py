@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from server.stacks import write_on_signal
 from triton_omni.core.heap import uncollected
 
 RECORDS_VARIABLE = "OMNI_TEST_RECORDS"
@@ -84,8 +85,8 @@ class Recorder:
     """Appends events to this stage's file; safe from every thread, since a line is one write."""
 
     def __init__(self, stage: StageName) -> None:
-        self._folder = Path(os.environ[RECORDS_VARIABLE])
-        self._file = os.open(self._folder / f"{stage}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self.folder = Path(os.environ[RECORDS_VARIABLE])
+        self._file = os.open(self.folder / f"{stage}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def write(self, event: str, key: str, **fields: Any) -> None:
         """Write one event with the system-wide monotonic time."""
@@ -94,20 +95,21 @@ class Recorder:
 
     def append(self, key: str, data: bytes) -> None:
         """Append to the file of what a session was sent; to be called by one thread a session."""
-        with (self._folder / f"{key}.rows").open("ab") as file:
+        with (self.folder / f"{key}.rows").open("ab") as file:
             file.write(data)
 
     def wait_for(self, stage: StageName, event: str, key: str) -> None:
         """Return once another stage has written such an event, or after `LISTENS_S`."""
         start = json.dumps({"event": event, "key": key})[:-1]
         deadline = time.monotonic() + LISTENS_S
-        while start not in (self._folder / f"{stage}.jsonl").read_text() and time.monotonic() < deadline:
+        while start not in (self.folder / f"{stage}.jsonl").read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def install(stage: StageName) -> None:
     """Put the probes between `stub.launch` and what it starts; to be called once, before the stage is loaded."""
     recorder = Recorder(stage)
+    write_on_signal(recorder.folder, stage)
     probe = {"thinker": _probe_thinker, "talker": _probe_talker, "token2wav": _probe_token2wav}[stage]
     # This imports what the stage would.
     with uncollected(), _untraced():

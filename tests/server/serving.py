@@ -295,7 +295,7 @@ class Records:
     """Events that the probes of one server wrote, by request id; for one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._stages = {stage: _Written(folder / f"{stage}.jsonl") for stage in STAGES}
 
     def events(self, stage: str) -> list[dict[str, Any]]:
@@ -328,7 +328,7 @@ class Records:
     def rows(self, request_id: str) -> NDArray[np.float32]:
         """Hidden rows float32 [N, H], one after the other, as they arrived at the talker, by messages or its ring."""
         count = sum(event["rows"] for event in self.received(request_id, "talker"))
-        return np.fromfile(self._folder / f"{self.key(request_id)}.rows", np.float32).reshape(count, -1)
+        return np.fromfile(self.folder / f"{self.key(request_id)}.rows", np.float32).reshape(count, -1)
 
     def codes(self, request_id: str) -> tuple[int, ...]:
         """Codec codes as they arrived at token2wav, by messages or its ring."""

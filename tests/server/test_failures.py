@@ -11,7 +11,8 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV
-from server.serving import Served
+from server.serving import STAGES, Served
+from server.stacks import doings
 from triton_omni_client import Internal, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
@@ -50,3 +51,9 @@ def test_failed_sequence_fails_a_unary_request_with_triton_s_code(server: Served
     status, text = server.post(f"/v2/models/{UNARY_MODEL}/generate", body)
     assert status == 400
     assert f"injected: not finite [omni:internal;stage={stage}]" in text
+
+
+def test_a_failed_test_is_told_what_the_stages_do(server: Served) -> None:
+    _, *told = doings(server).split(":\n")
+    for stage, stacks in zip(STAGES, told, strict=False):
+        assert "loop.py" in stacks, stage
