@@ -38,7 +38,7 @@ def leading(pids: Any) -> None:
 
 
 @pytest.mark.parametrize("first", ["engine", "follower"])
-def test_each_ends_with_the_other(first: str) -> None:
+def test_each_ends_with_the_other(first: str, capfd: pytest.CaptureFixture[str]) -> None:
     import triton_omni.vllm_hooks.shared.tensor_parallel  # noqa: F401, the processes below share it
 
     pids = FORK.Queue()
@@ -50,6 +50,8 @@ def test_each_ends_with_the_other(first: str) -> None:
     engine.join(IN_TIME_S)
     assert engine.exitcode == -signal.SIGKILL
     wait_for(lambda: not is_running(follower))
+    # The follower of an engine that hung and was killed tells where it stood.
+    assert ("in sleeping_follower" in capfd.readouterr().err) == (first == "engine")
 
 
 def test_a_follower_that_fails_in_a_step_ends() -> None:

@@ -7,6 +7,7 @@ knows vLLM's executor and worker processes, neither thinker nor talker.
 
 from __future__ import annotations
 
+import faulthandler
 import glob
 import logging
 import multiprocessing
@@ -184,12 +185,16 @@ def _answer(follower: Any) -> Any:
 
 
 def _follow(**worker: Any) -> None:
-    """Run vLLM's worker in a follower's process, which ends at once with the engine's process."""
+    """Run vLLM's worker in a follower's process, which ends at once with the engine's process.
+
+    At a stop it ends before that process. One that hung or died leaves the follower's stacks in the log.
+    """
     parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:
         if parent is not None:
             parent.join()
+        faulthandler.dump_traceback(2)  # standard error
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
