@@ -15,7 +15,6 @@ import math
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 from triton_omni.core.errors import OmniError
 from triton_omni.request.media.killable import NUMBER, OutOfMemory, receive_object, send_object
@@ -32,31 +32,44 @@ from triton_omni.request.media.killable import NUMBER, OutOfMemory, receive_obje
 def main(module: str, descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` is closed."""
     importlib.import_module(module)
-    ends: dict[int, int] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _report_ends(ends))
+    forked: dict[int, _Forked] = {}
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
     with socket.socket(fileno=descriptor) as control:
         while True:
-            memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
-            if not descriptors:
-                return
-            _fork(control, descriptors, int.from_bytes(memory, "little"), ends)
+            # No signal tells of ended processes: one that came just before a wait would be seen after it.
+            for ready, _ in poll.poll():
+                if ready != descriptor:
+                    poll.unregister(ready)
+                    _report_end(ready, forked.pop(ready))
+                    continue
+                memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
+                if not descriptors:
+                    return
+                process = _fork(control, descriptors, int.from_bytes(memory, "little"), forked)
+                poll.register(process, select.POLLIN)
 
 
-def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, ends: dict[int, int]) -> None:
+class _Forked(NamedTuple):
+    pid: int
+    end: int
+    """The pipe on which its owner learns how it ended."""
+
+
+def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, forked: dict[int, _Forked]) -> int:
+    """Return the handle of a new process, which is readable once it has ended."""
     link, end = descriptors
-    # Report a process that ends at once only after its id.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     if pid := os.fork():
         os.close(link)
-        ends[pid] = end
+        handle = os.pidfd_open(pid)
+        forked[handle] = _Forked(pid, end)
         os.write(end, NUMBER.pack(pid))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return handle
     control.close()
-    for other in [*ends.values(), end]:
-        os.close(other)
+    for handle, other in forked.items():
+        os.close(handle)
+        os.close(other.end)
+    os.close(end)
     try:
         _serve(Connection(link), memory_bytes)
     except Exception:  # noqa: BLE001 - the log's reader learns of it, the owner by the end of the link
@@ -65,16 +78,13 @@ def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, end
         os._exit(1)
 
 
-def _report_ends(ends: dict[int, int]) -> None:
-    """Write the exit status of ended processes to their owners."""
-    while ends:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        end = ends.pop(pid)
-        with contextlib.suppress(BrokenPipeError):  # the owner has ended, as this process does next
-            os.write(end, NUMBER.pack(status))
-        os.close(end)
+def _report_end(handle: int, process: _Forked) -> None:
+    """Write the exit status of an ended process to its owner."""
+    os.close(handle)
+    _, status = os.waitpid(process.pid, 0)
+    with contextlib.suppress(BrokenPipeError):  # the owner has ended, as this process does next
+        os.write(process.end, NUMBER.pack(status))
+    os.close(process.end)
 
 
 def _serve(link: Connection, memory_bytes: int) -> None:
