@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor  # type: ignore[import-untyped]
 
-PATIENCE_S = 60.0
-"""Seconds that a test waits for an event, and a script for its client to leave: no machine is so slow."""
+from waiting import IN_TIME_S
+
 TIMEOUTS = (0.5, 4.0, 32.0)
 """Timeouts, in seconds, of requests that are to run out of time at the server. One that does so on its way there is
 tried again with the next timeout."""
@@ -182,12 +182,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def endless(self, _request: Any, context: grpc.ServicerContext) -> Iterator[Response]:
         """A script that sends one chunk and then nothing, until the client goes away."""
         yield chunk(text="Hello", audio=np.full(480, 0.25, np.float32))
-        self.cancelled.wait(PATIENCE_S)
+        self.cancelled.wait(IN_TIME_S)
 
     def unending(self, _request: Any, _context: grpc.ServicerContext) -> Iterator[Response]:
         """A script that sends a whole reply and never its end, as Triton does when a stage dies in between."""
         yield from (chunk(text="Hello"), chunk(info=INFO))
-        self.cancelled.wait(PATIENCE_S)
+        self.cancelled.wait(IN_TIME_S)
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def serve_grpc(fake: FakeTriton, address: str = "127.0.0.1:0", workers: int = 40
     try:
         yield fake
     finally:
-        server.stop(None).wait(PATIENCE_S)
+        server.stop(None).wait(IN_TIME_S)
         pool.shutdown()
 
 

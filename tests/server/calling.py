@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from media_samples import audio_file, image_file, video_file
-from server.serving import Served
+from server.serving import REPLY_S, Served
 from triton_omni_client import AsyncOmniClient, Media, OmniClient, Reply, Request, cli
 from triton_omni_client.audio import Pcm16Decoder, WavDecoder
 from triton_omni_client.messages import MODEL, OUTPUTS, UNARY_MODEL
 
-WAIT_S = 60.0
 SEED, VOICE, MAX_TOKENS = 9, "Ethan", 3
 TEXT = "what is this?"
 IMAGE = Media("image", image_file("png", 112, 84))
@@ -141,7 +140,7 @@ def grpc_stream(server: Served, asked: Asked) -> Said:
 
 def _until_final(answers: queue.Queue[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
     while True:
-        result, error = answers.get(timeout=WAIT_S)
+        result, error = answers.get(timeout=REPLY_S)
         assert error is None, error
         response = result.get_response()
         if response.outputs:
@@ -156,7 +155,7 @@ def grpc_unary(server: Served, asked: Asked) -> Said:
 
 
 def http_infer(server: Served, asked: Asked) -> Said:
-    with httpclient.InferenceServerClient(server.supervisor.http_url, network_timeout=WAIT_S) as client:
+    with httpclient.InferenceServerClient(server.supervisor.http_url, network_timeout=REPLY_S) as client:
         return of_arrays([arrays(client.infer(UNARY_MODEL, inputs_of(asked, httpclient)))])
 
 
@@ -251,7 +250,7 @@ def gateway_stream(base: str, asked: Asked) -> Said:
 
 
 def _openai_client(base: str) -> Any:
-    return openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0, timeout=REPLY_S)
 
 
 def _openai_fields(asked: Asked, audio_format: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.serving import NEVER_S, server_config
+from server.serving import NEVER_S, REPLY_S, server_config
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Request
 
 DRAIN_S = 600
@@ -40,7 +40,8 @@ class Command:
         """The text of a reply over an HTTP stream that came to its end."""
         fields = {"text_input": request.text, "sampling_parameters": json.dumps(request.sampling_parameters())}
         url = f"{self.url}/v2/models/qwen2_5_omni/generate_stream"
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(fields).encode()), timeout=60) as answer:
+        asked = urllib.request.Request(url, json.dumps(fields).encode())
+        with urllib.request.urlopen(asked, timeout=REPLY_S) as answer:
             events = [json.loads(line[6:]) for line in answer.read().decode().splitlines() if line]
         assert "error" not in events[-1]
         assert events[-1]["info"]
@@ -71,6 +72,6 @@ def command(folder: Path, checkpoint: Path, ports: Mapping[str, int] | None = No
         assert process.stdout is not None
         urls = dict(re.findall(r"(\w+)=(\S+)", process.stdout.readline()))
         url = f"http://{urls['http']}"
-        with OmniClient(urls["grpc"], timeout=60, retry=NO_RETRY) as client:
-            yield Command(process, client, HttpClient(url, timeout=60, retry=NO_RETRY), url)
+        with OmniClient(urls["grpc"], timeout=REPLY_S, retry=NO_RETRY) as client:
+            yield Command(process, client, HttpClient(url, timeout=REPLY_S, retry=NO_RETRY), url)
         process.kill()

@@ -16,7 +16,7 @@ import tritonclient.grpc as grpcclient
 from gateway_fakes import RunningGateway, run_gateway
 from processes import family, is_running
 from reference.hf import HfReference
-from server.serving import Served, serve, wait_for
+from server.serving import REPLY_S, Served, serve, wait_for
 from server.stacks import doings
 from triton_omni_client.messages import MODEL
 
@@ -63,7 +63,7 @@ def finished_stream(served: Served) -> Iterator[None]:
         client.async_stream_infer(MODEL, [text], enable_empty_final_response=True)
         final = False
         while not final:
-            result, error = answers.get(timeout=60)
+            result, error = answers.get(timeout=REPLY_S)
             assert error is None
             final = result.get_response().parameters["triton_final_response"].bool_param
         yield

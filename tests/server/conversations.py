@@ -25,7 +25,7 @@ from triton_omni_client import Reply, Request
 BLOCK = 32
 """Tokens of a block of the caches."""
 ROW_TOLERANCE = 2e-5
-BACK_WITHIN_S = 120.0
+BACK_WITHIN_S = 300.0
 IDLE_AFTER_KILLS_S = 300.0
 """Triton takes about a second to forget each request that a stage had when it was killed."""
 TURNS, AT_ONCE = 10, 8

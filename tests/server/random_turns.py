@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from media_samples import audio_file, image_file, video_file
 from server.conversations import AT_ONCE, IDLE_AFTER_KILLS_S, assert_same, kill, leave_few_blocks
-from server.serving import Served
+from server.serving import REPLY_S, Served
 from triton_omni.core.errors import StageName
 from triton_omni_client import (
     NO_RETRY,
@@ -39,7 +39,7 @@ CLIENTS, CALLERS = AT_ONCE, 4
 LOST = "lost to a kill"
 PAUSE_S = 0.25
 """Until a refused request is asked again: the talker may have no room for its rows, or a stage may be gone."""
-TIMEOUT_S = 75.0
+TIMEOUT_S = REPLY_S + 15.0
 """Above the server's own deadline."""
 CANCELLED, WITH_MEDIA = 0.3, 0.15
 """Shares of turns."""

@@ -36,9 +36,11 @@ from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("thinker", "talker", "token2wav")
-NEVER_S = 40.0
-"""Seconds after which a missing event never comes, however slow the machine. It is less than the
-deadline of a request, which would free what was forgotten."""
+REPLY_S = 240
+"""Seconds that a server gives a reply, and that a client waits for it: more than the slowest machine takes."""
+NEVER_S = 200.0
+"""Seconds after which a missing event never comes, however slow the machine. It is less than a reply is given, whose
+end would free what was forgotten."""
 EXIT_TIMEOUT_S, STOP_S = 300, 100.0
 """Seconds that a server's stop waits for a leaked request, and the most that a stop takes without one,
 however slow the machine is."""
@@ -61,7 +63,7 @@ TINY: Settings = {
         },
         "max_sessions": 8,
         "max_new_tokens": 256,
-        "timeout_s": 60,
+        "timeout_s": REPLY_S,
         "preprocess_threads": 2,
     },
     "talker": {
@@ -207,8 +209,8 @@ class Served:
         self.supervisor = supervisor
         self.checkpoint = checkpoint
         # A refusal is what a test looks for, or a fault; it is never waited out.
-        self.client = OmniClient(supervisor.grpc_url, timeout=60, retry=NO_RETRY)
-        self.http = HttpClient(f"http://{supervisor.http_url}", timeout=60, retry=NO_RETRY)
+        self.client = OmniClient(supervisor.grpc_url, timeout=REPLY_S, retry=NO_RETRY)
+        self.http = HttpClient(f"http://{supervisor.http_url}", timeout=REPLY_S, retry=NO_RETRY)
         self.records = Records(records)
 
     def stop(self) -> float:
@@ -280,7 +282,7 @@ class Served:
 
     def post(self, path: str, body: str) -> tuple[int, str]:
         """Status and text of an HTTP answer."""
-        connection = http.client.HTTPConnection(self.supervisor.http_url, timeout=60)
+        connection = http.client.HTTPConnection(self.supervisor.http_url, timeout=REPLY_S)
         with closing(connection):
             connection.request("POST", path, body.encode(), {"Content-Type": "application/json"})
             answer = connection.getresponse()

@@ -24,7 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from media_samples import audio_file
 from processes import family
-from server.serving import TINY, Served, resident_bytes, serve
+from server.serving import REPLY_S, TINY, Served, resident_bytes, serve
 from server.test_contract import infer_request
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni_client import BadRequest, HttpClient, Media, OmniClient, Request, TooLarge
@@ -59,7 +59,7 @@ def serves(server: Served) -> Iterator[Served]:
 
 
 def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(server.supervisor.http_url, timeout=60)
+    connection = http.client.HTTPConnection(server.supervisor.http_url, timeout=REPLY_S)
     with closing(connection):
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request("POST", f"/v2/models/{path}", body, {"Content-Type": JSON, **names})
@@ -73,8 +73,8 @@ def grpc_error(server: Served, message: Any, compression: grpc.Compression = grp
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
             if message.model_name == MODEL:
-                return str(next(stub.ModelStreamInfer(iter([message]), timeout=60)).error_message)
-            stub.ModelInfer(message, timeout=60)
+                return str(next(stub.ModelStreamInfer(iter([message]), timeout=REPLY_S)).error_message)
+            stub.ModelInfer(message, timeout=REPLY_S)
         except grpc.RpcError as error:
             return str(error.details())
     raise AssertionError("it was not refused")
@@ -142,7 +142,7 @@ def test_the_client_tells_of_it_as_of_every_limit(serves: Served) -> None:
 
 def test_requests_on_one_connection_are_counted_one_by_one(serves: Served) -> None:
     body = body_of("generate", {"text_input": "a" * (BODY_BYTES // 2)})
-    connection = http.client.HTTPConnection(serves.supervisor.http_url, timeout=60)
+    connection = http.client.HTTPConnection(serves.supervisor.http_url, timeout=REPLY_S)
     with closing(connection):
         for _ in range(5):
             connection.request("POST", f"/v2/models/{path_of('generate')}", body, {"Content-Type": JSON})
@@ -167,7 +167,7 @@ def test_a_body_of_many_chunks_is_refused(serves: Served, chunks: int, status: i
     head = f"POST /v2/models/{path_of('generate')} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     body = b'{"text_input":"' + b"a" * chunks + b'"}'
     host, port = serves.supervisor.http_url.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=REPLY_S) as connection:
         connection.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert connection.recv(12) == f"HTTP/1.1 {status}".encode()
 
@@ -178,7 +178,7 @@ def test_a_caller_that_sends_requests_ahead_is_closed_upon(serves: Served, path:
     before, logged = resident_bytes(serves.supervisor.pid), len(serves.log())
     ahead = f"GET /v2/{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     host, port = serves.supervisor.http_url.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=REPLY_S) as connection:
         reading = threading.Thread(target=read_all, args=(connection,))
         reading.start()
         with pytest.raises(ConnectionError):
@@ -195,7 +195,7 @@ def read_all(connection: socket.socket) -> None:
 
 
 def test_requests_one_after_the_other_keep_their_connection(serves: Served) -> None:
-    connection = http.client.HTTPConnection(serves.supervisor.http_url, timeout=60)
+    connection = http.client.HTTPConnection(serves.supervisor.http_url, timeout=REPLY_S)
     with closing(connection):
         connection.connect()
         opened = connection.sock

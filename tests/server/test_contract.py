@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from media_samples import audio_file, image_file
 from server.asking import every_session_taken
-from server.serving import Served
+from server.serving import REPLY_S, Served
 from triton_omni.session.wire import PROTOCOL_VERSION, Seal
 from triton_omni_client import Overloaded, Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, wav_header
@@ -50,14 +50,15 @@ def stream_error(server: Served, inputs: Inputs) -> str:
     """The one error that a stream of these inputs ends with."""
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answers = list(stub.ModelStreamInfer(iter([infer_request(inputs, MODEL)]), timeout=60))
+        answers = list(stub.ModelStreamInfer(iter([infer_request(inputs, MODEL)]), timeout=REPLY_S))
     assert len(answers) == 1
     return str(answers[0].error_message)
 
 
 def unary_error(server: Served, inputs: Inputs) -> tuple[grpc.StatusCode, str]:
+    message = infer_request(inputs, UNARY_MODEL)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel, pytest.raises(grpc.RpcError) as caught:
-        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(infer_request(inputs, UNARY_MODEL), timeout=60)
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, timeout=REPLY_S)
     return caught.value.code(), caught.value.details()
 
 
@@ -251,7 +252,7 @@ def test_a_field_in_the_wrong_place_is_refused_by_name_by_every_way(server: Serv
     message = infer_request({"text_input": [b"hello"]}, MODEL)
     message.parameters["num_steps"].int64_param = 4
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
-        [only] = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message]), timeout=60)
+        [only] = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message]), timeout=REPLY_S)
     assert says in only.error_message
 
 
@@ -288,7 +289,7 @@ def test_parameters_of_triton_pass(server: Served) -> None:
         field = "bool_param" if isinstance(value, bool) else "int64_param"
         setattr(message.parameters[name], field, value)
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
-        assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, timeout=60).outputs
+        assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(message, timeout=REPLY_S).outputs
 
 
 def test_no_free_session_is_refused_with_a_time_to_retry_and_the_next_request_is_served(server: Served) -> None:
@@ -336,7 +337,7 @@ def test_a_client_that_calls_a_later_stage_directly_gets_nowhere(server: Served,
     message.raw_input_contents.extend([FORGED[name], b""])
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answers = list(stub.ModelStreamInfer(iter([message]), timeout=60))
+        answers = list(stub.ModelStreamInfer(iter([message]), timeout=REPLY_S))
     assert [answer.error_message for answer in answers] == [""]
     assert not answers[0].infer_response.outputs
     assert server.ask(f"after {name} at {stage}", "x", seed=1).info is not None

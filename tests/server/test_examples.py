@@ -15,7 +15,7 @@ import pytest
 
 from gateway_fakes import RunningGateway
 from media_samples import audio_file, image_file, video_file
-from server.serving import ROOT, Served
+from server.serving import REPLY_S, ROOT, Served
 from triton_omni_client import Conversation, OmniClient, load_media
 from triton_omni_client.audio import WavDecoder
 
@@ -50,7 +50,7 @@ def run(server: Served, shared_gateway: RunningGateway, folder: Path) -> Run:
         if command[0].endswith(".py"):
             command.insert(0, sys.executable)
         result = subprocess.run(
-            command, cwd=folder, env=environment, check=False, input=stdin, capture_output=True, timeout=120
+            command, cwd=folder, env=environment, check=False, input=stdin, capture_output=True, timeout=REPLY_S
         )
         assert result.returncode == 0, result.stderr.decode()
         return result.stdout.decode()

@@ -19,7 +19,7 @@ from gateway_fakes import run_gateway
 from hostile import files
 from media_samples import audio_file, image_file
 from processes import family
-from server.serving import NEVER_S, Served, resident_bytes
+from server.serving import NEVER_S, REPLY_S, Served, resident_bytes
 from server.test_contract import (
     Inputs,
     generate,
@@ -195,9 +195,9 @@ def infer_error(server: Served, message: Any) -> str:
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         if message.model_name == MODEL:
-            return str(next(stub.ModelStreamInfer(iter([message]), timeout=60)).error_message)
+            return str(next(stub.ModelStreamInfer(iter([message]), timeout=REPLY_S)).error_message)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.ModelInfer(message, timeout=60)
+            stub.ModelInfer(message, timeout=REPLY_S)
         return str(caught.value.details())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from evaluations import small
 from gateway_fakes import MODEL, run_gateway
 from realtime_client import talk
-from server.serving import ROOT, Served
+from server.serving import REPLY_S, ROOT, Served
 from triton_omni_client import OmniClient
 from triton_omni_client.audio import pcm16_from_waveform
 from triton_omni_client.evaluate.words import agreement, words_of
@@ -27,7 +27,7 @@ def run(name: str, *arguments: str | Path, folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "client")}
     command = [sys.executable, EXAMPLES / name, *arguments]
     result = subprocess.run(
-        command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=REPLY_S
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

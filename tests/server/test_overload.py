@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from processes import family
 from server.asking import BATCH_TOLERANCE, every_session_taken
-from server.serving import STAGES, TINY, Served, note_figures, resident_bytes, wait_for
+from server.serving import REPLY_S, STAGES, TINY, Served, note_figures, resident_bytes, wait_for
 from triton_omni.core.device import gpu_count
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
@@ -258,7 +258,7 @@ def test_a_slow_stage_slows_the_others_down_and_loses_nothing(server: Served, st
     patience = Retry(attempts=40)
     with (
         slowed(pid),
-        OmniClient(server.supervisor.grpc_url, timeout=60, retry=patience) as patient,
+        OmniClient(server.supervisor.grpc_url, timeout=REPLY_S, retry=patience) as patient,
         ThreadPoolExecutor(len(asked)) as pool,
     ):
         found = pool.map(lambda request: patient.stream(request).collect(), asked.values())

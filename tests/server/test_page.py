@@ -15,7 +15,7 @@ import soundfile
 from browser import launch, run_browser, visit
 from gateway_fakes import RunningGateway, run_gateway
 from media_samples import image_file
-from server.serving import Served
+from server.serving import REPLY_S, Served
 from triton_omni_client import OmniClient
 
 
@@ -30,7 +30,7 @@ def test_what_is_read_and_heard_is_the_server_s(browser: Any, gateway: RunningGa
         at.state("ready")
         at.write("hello")
         at.ended(1)
-        at.state("ready", seconds=60)
+        at.state("ready", seconds=REPLY_S)
         (done,) = at.told("response.done")
         (part,) = done["response"]["output"][0]["content"]
         assert at.page.evaluate("document.querySelector('.reply .said').textContent") != ""
@@ -75,8 +75,8 @@ def test_a_spoken_question_is_answered_aloud(browser: Any, mini: Served, tmp_pat
         at.state("ready")
         at.page.get_by_role("button", name="Talk").click()
         at.state("hearing")
-        at.state("speaking", seconds=60)
-        at.state("listening", seconds=60)
+        at.state("speaking", seconds=REPLY_S)
+        at.state("listening", seconds=REPLY_S)
         (done,) = at.told("response.done")
         (part,) = done["response"]["output"][0]["content"]
         assert (done["response"]["status"], at.text(".reply .said").strip()) == ("completed", part["transcript"])

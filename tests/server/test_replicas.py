@@ -25,7 +25,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from gateway_fakes import MODEL, RunningGateway, run_gateway
 from server.asking import DIFFERENT, ask, ask_together, request
 from server.probes import CRAWLING_THINKER, SLOW_TALKER
-from server.serving import TINY, Served, serve, wait_for
+from server.serving import REPLY_S, TINY, Served, serve, wait_for
 from triton_omni.session import server_folder
 from triton_omni_client import NO_RETRY, OmniClient, Request
 
@@ -122,7 +122,7 @@ def test_a_reply_asked_for_twice_has_the_same_bits(deterministic: Served) -> Non
 
 def test_envoy_spreads_the_streams_of_one_client(servers: list[Served], front: tuple[str, str], admin: int) -> None:
     streams = []
-    with OmniClient(front[0], timeout=60, retry=NO_RETRY) as client:
+    with OmniClient(front[0], timeout=REPLY_S, retry=NO_RETRY) as client:
         for count in range(1, 7):
             streams.append(client.stream(Request(text="hello", seed=CRAWLING_THINKER, thinker=LONGER)))
             wait_for_streams(admin, count)
@@ -134,7 +134,7 @@ def test_envoy_spreads_the_streams_of_one_client(servers: list[Served], front: t
 
 
 def test_envoy_renews_connections_without_cutting_a_stream(servers: list[Served], front: tuple[str, str]) -> None:
-    with OmniClient(front[0], timeout=60, retry=NO_RETRY) as client:
+    with OmniClient(front[0], timeout=REPLY_S, retry=NO_RETRY) as client:
         begin = time.monotonic()
         reply = client.stream(Request(text="hello", seed=SLOW_TALKER, talker=LONG)).collect()
         assert time.monotonic() - begin > RENEWED_S, "the reply is too short to tell"

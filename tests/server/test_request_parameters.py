@@ -12,7 +12,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from server.probes import SLOW_THINKER
-from server.serving import Served, resident_bytes
+from server.serving import REPLY_S, Served, resident_bytes
 from triton_omni.doctor.stage_processes import stage_processes
 from triton_omni_client.messages import MODEL, UNARY_MODEL
 
@@ -45,7 +45,7 @@ def message(model: str, parameters: dict[str, Any], media: int = 0, **sampling: 
 def by_stream(server: Served, parameters: dict[str, Any], **asked: Any) -> str:
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answers = stub.ModelStreamInfer(iter([message(MODEL, parameters, **asked)]), timeout=60)
+        answers = stub.ModelStreamInfer(iter([message(MODEL, parameters, **asked)]), timeout=REPLY_S)
         return next((str(answer.error_message) for answer in answers if answer.error_message), "")
 
 
@@ -53,7 +53,7 @@ def by_call(server: Served, parameters: dict[str, Any], **asked: Any) -> str:
     with grpc.insecure_channel(server.supervisor.grpc_url) as channel:
         try:
             service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(
-                message(UNARY_MODEL, parameters, **asked), timeout=60
+                message(UNARY_MODEL, parameters, **asked), timeout=REPLY_S
             )
         except grpc.RpcError as error:
             return str(error.details())

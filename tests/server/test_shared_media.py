@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from media_samples import audio_file, image_file
 from server.probes import CRAWLING_THINKER
-from server.serving import Served, wait_for
+from server.serving import REPLY_S, Served, wait_for
 from server.test_bounds import refuse_foreign_files
 from triton_omni_client import NO_RETRY, AsyncOmniClient, BadRequest, Media, OmniClient, Reply, Request
 
@@ -31,14 +31,15 @@ SHARED_MEMORY = Path("/dev/shm")
 @pytest.fixture
 def sharing(server: Served) -> Iterator[OmniClient]:
     """A client of the server that shares its media."""
-    with OmniClient(server.supervisor.grpc_url, timeout=60, retry=NO_RETRY, shared_memory=True) as client:
+    with OmniClient(server.supervisor.grpc_url, timeout=REPLY_S, retry=NO_RETRY, shared_memory=True) as client:
         yield client
 
 
 @pytest_asyncio.fixture
 async def sharing_loop(server: Served) -> AsyncIterator[AsyncOmniClient]:
     """The same for asyncio."""
-    async with AsyncOmniClient(server.supervisor.grpc_url, timeout=60, retry=NO_RETRY, shared_memory=True) as client:
+    url = server.supervisor.grpc_url
+    async with AsyncOmniClient(url, timeout=REPLY_S, retry=NO_RETRY, shared_memory=True) as client:
         yield client
 
 
@@ -189,9 +190,9 @@ def test_a_file_that_is_registered_twice_closes_no_connection(server: Served, si
     """Triton keeps the number of a closed file, which a connection may have by then."""
     with shared_file(4096) as key, ExitStack() as stack:
         assert register(server, "once", key, 4096) == ""
+        url = server.supervisor.http_url
         others = [
-            stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.supervisor.http_url, timeout=60)))
-            for _ in range(8)
+            stack.enter_context(contextlib.closing(http.client.HTTPConnection(url, timeout=REPLY_S))) for _ in range(8)
         ]
         assert [is_live(other) for other in others] == [True] * 8
         try:

@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from processes import family
-from server.serving import DIRECT_CALL, STAGES, Served, wait_for
+from server.serving import DIRECT_CALL, REPLY_S, STAGES, Served, wait_for
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request
@@ -129,7 +129,7 @@ def called_by_grpc(server: Served, *outputs: str) -> str:
 
 def called_by_http(server: Served) -> str:
     url = f"http://{server.supervisor.http_url}/v2/models/thinker/generate_stream"
-    return httpx.post(url, json={"text_input": "hello"}, timeout=60).text
+    return httpx.post(url, json={"text_input": "hello"}, timeout=REPLY_S).text
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -33,8 +33,8 @@ from triton_omni.stub.tensors import LinkCounter, LinkInputs, write_tensors
 from triton_omni.talker.stage import TalkerStage
 from triton_omni.thinker.stage import ThinkerStage
 from triton_omni.token2wav.stage import Token2WavStage
+from waiting import IN_TIME_S
 
-WAIT_S = 30.0
 CPU = torch.device("cpu")
 
 
@@ -90,7 +90,7 @@ def adapted():
 
 
 def answered(request):
-    assert request.sender.done.wait(WAIT_S), "no final"
+    assert request.sender.done.wait(IN_TIME_S), "no final"
     assert request.sender.finals == 1
     assert request.sender.violations == []
     return request.sender

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import triton_omni_client
 from bench_exports import BEGIN, experiment, streamed, write
-from client_fakes import INFO, PATIENCE_S, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
+from client_fakes import INFO, FakeTriton, chunk, failure, final, inputs_of, parameters_of, serve_grpc, tell
 from command_line import unframed
 from triton_omni_client import cli
 from triton_omni_client.bench.cli import subtitle
@@ -29,6 +29,7 @@ from triton_omni_client.bench.records import Load
 from triton_omni_client.bench.report import Report
 from triton_omni_client.bench.runner import Plan
 from triton_omni_client.bench.workload import PROMPTS, Workload
+from waiting import IN_TIME_S
 
 NOWHERE = "http://127.0.0.1:1/metrics"
 
@@ -383,7 +384,7 @@ def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsem
         if len(server.requests) < 3:
             yield final()
         else:
-            server.cancelled.wait(PATIENCE_S)
+            server.cancelled.wait(IN_TIME_S)
 
     server.script = script
     path = tmp_path / "r.json"
@@ -391,17 +392,17 @@ def test_interrupt_writes_what_was_measured_and_exits_with_130(server: FakeEnsem
     command += ["-o", str(path), "--concurrency", "1,2", "--requests", "5", "--warm-up", "0", "--no-plots"]
     environment = os.environ | {"PYTHONPATH": str(Path(triton_omni_client.__file__).parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + IN_TIME_S
         while len(server.requests) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        stdout, stderr = process.communicate(timeout=IN_TIME_S)
     assert process.returncode == 130, stderr
     assert b"Traceback" not in stderr
     assert b"cut short" in stdout
     (run,) = _report(path)["runs"]
     assert (run["complete"], run["summary"]["completed"], run["summary"]["interrupted"]) == (False, 2, 1)
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
 
 
 def test_a_profile_export_is_reported_without_a_server(tmp_path: Path) -> None:

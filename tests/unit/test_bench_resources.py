@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from client_fakes import PATIENCE_S
 from triton_omni_client.bench import resources, triton_metrics
 from triton_omni_client.bench.nvml import OTHER, Nvml, NvmlError, stage_of
 from triton_omni_client.bench.resources import Monitor, Usage, default_metrics_url, find_monitor, is_local
+from waiting import IN_TIME_S
 
 PAGE = """\
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)
@@ -166,7 +166,7 @@ def test_a_monitor_gives_mean_and_peak_since_the_last_time() -> None:
         return {"gpu/0/utilization": found}
 
     with Monitor({"probe": probe}, interval_s=0.001) as monitor:
-        assert taken.wait(PATIENCE_S)
+        assert taken.wait(IN_TIME_S)
         assert monitor.take() == {"gpu/0/utilization": Usage(2.0, 3.0)}
         assert monitor.take() == {}
     assert monitor.notes == []
@@ -180,7 +180,7 @@ def test_a_probe_that_fails_is_dropped_with_a_note() -> None:
         raise OSError("gone")
 
     with Monitor({"Triton's metrics": probe}, interval_s=0.001) as monitor:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + IN_TIME_S
         while not monitor.notes and time.monotonic() < deadline:
             time.sleep(0.001)
     assert monitor.notes == ["Triton's metrics stopped answering: gone"]

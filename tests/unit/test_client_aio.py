@@ -16,7 +16,6 @@ import pytest
 import pytest_asyncio
 
 from client_fakes import (
-    PATIENCE_S,
     TIMEOUTS,
     FakeTriton,
     chunk,
@@ -41,6 +40,7 @@ from triton_omni_client import (
     TextDelta,
     Timeout,
 )
+from waiting import IN_TIME_S
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def client(server: FakeTriton) -> AsyncIterator[AsyncOmniClient]:
 
 
 async def _seen(server: FakeTriton) -> bool:
-    return await asyncio.to_thread(server.cancelled.wait, PATIENCE_S)
+    return await asyncio.to_thread(server.cancelled.wait, IN_TIME_S)
 
 
 async def test_deltas_come_in_the_server_s_order(client: AsyncOmniClient) -> None:
@@ -92,7 +92,7 @@ async def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
 async def test_a_refused_stream_is_left_at_its_end_and_not_before(
     server: FakeTriton, client: AsyncOmniClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni_client.settling.SETTLED_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr("triton_omni_client.settling.SETTLED_WITHIN_S", IN_TIME_S)
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("no [omni:bad_request]")
@@ -101,14 +101,14 @@ async def test_a_refused_stream_is_left_at_its_end_and_not_before(
     server.script = script
     with pytest.raises(BadRequest):
         await client.say("hi")
-    assert await asyncio.to_thread(server.finished.wait, PATIENCE_S)
+    assert await asyncio.to_thread(server.finished.wait, IN_TIME_S)
     assert not server.cancelled.is_set()
 
 
 async def test_an_error_ends_a_stream_that_the_server_leaves_open(server: FakeTriton, client: AsyncOmniClient) -> None:
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("broken [omni:internal]")
-        server.cancelled.wait(PATIENCE_S)
+        server.cancelled.wait(IN_TIME_S)
 
     server.script = script
     with pytest.raises(Internal):
@@ -170,7 +170,7 @@ async def test_closing_while_another_task_waits_stops_its_iteration(
             read.append(type(delta))
 
     waiting = asyncio.create_task(reader())
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(IN_TIME_S):
         while len(read) < 2:
             await asyncio.sleep(0.01)
         stream.close()
@@ -221,9 +221,9 @@ async def test_the_request_s_timeout_is_sent_and_kept_here(server: FakeTriton, c
 async def test_a_finished_stream_is_not_cancelled(
     server: FakeTriton, client: AsyncOmniClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", PATIENCE_S)
+    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", IN_TIME_S)
     await client.say("hi")
-    assert await asyncio.to_thread(server.finished.wait, PATIENCE_S)
+    assert await asyncio.to_thread(server.finished.wait, IN_TIME_S)
     assert not server.cancelled.is_set()
 
 
@@ -233,7 +233,7 @@ async def test_many_streams_run_at_once_on_one_client(server: FakeTriton, client
     def script(request: Any, _context: Any) -> Iterator[Any]:
         text = inputs_of(request)["text_input"][0].decode()
         yield chunk(text=text)
-        together.wait(PATIENCE_S)
+        together.wait(IN_TIME_S)
         yield chunk(text="!", audio=np.full(int(text), 0.5, np.float32))
         yield final()
 
@@ -244,7 +244,7 @@ async def test_many_streams_run_at_once_on_one_client(server: FakeTriton, client
 
 
 async def test_ready_asks_server_and_model(server: FakeTriton, client: AsyncOmniClient) -> None:
-    assert await client.ready(PATIENCE_S)
+    assert await client.ready(IN_TIME_S)
     server.is_ready = False
     assert not await client.ready()
     assert not await client.wait_ready(0.3)
@@ -255,7 +255,7 @@ async def test_ready_asks_server_and_model(server: FakeTriton, client: AsyncOmni
 async def test_wait_ready_sees_a_server_that_becomes_ready(server: FakeTriton, client: AsyncOmniClient) -> None:
     server.is_ready = False
     asyncio.get_running_loop().call_later(0.3, setattr, server, "is_ready", True)
-    assert await client.wait_ready(PATIENCE_S)
+    assert await client.wait_ready(IN_TIME_S)
 
 
 async def test_a_secure_channel_is_used_when_credentials_are_given(server: FakeTriton) -> None:

@@ -21,11 +21,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import triton_omni_client
-from client_fakes import PATIENCE_S, FakeTriton, chosen_of, chunk, failure, greeting, inputs_of, serve_grpc
+from client_fakes import FakeTriton, chosen_of, chunk, failure, greeting, inputs_of, serve_grpc
 from fake_sound import SoundDevice, plug_in
 from media_samples import audio_file, image_file
 from triton_omni_client import Player, cli
 from triton_omni_client.audio import WavDecoder
+from waiting import IN_TIME_S
 
 WORDS = "one two three four five six seven eight nine ten"
 
@@ -137,7 +138,7 @@ def test_a_reply_stopped_while_it_is_played_is_kept_as_far_as_it_was_heard(
             super().write(data)
             if len(self.played) == 24_000:
                 signal.raise_signal(signal.SIGINT)
-                stopped.wait(PATIENCE_S)
+                stopped.wait(IN_TIME_S)
 
     class Stopped(Player):
         def stop(self) -> float:
@@ -156,7 +157,7 @@ def test_a_reply_stopped_while_it_is_played_is_kept_as_far_as_it_was_heard(
         gone = threading.Event()
         context.add_callback(gone.set)
         yield chunk(text=WORDS, audio=np.zeros(10 * 24_000, np.float32))
-        gone.wait(PATIENCE_S)
+        gone.wait(IN_TIME_S)
 
     server.script = script
     result = chat("Count", "Go on", url=server.url, options=("--play", "--json"))
@@ -186,7 +187,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
-    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> None:
+    def wait_for(self, text: str, seconds: float = IN_TIME_S) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < deadline, f"{text!r} is not in {self.seen!r}"
@@ -202,7 +203,7 @@ class Terminal:
         """
         self.process.send_signal(signal.SIGINT)
         self.type("\n")
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(IN_TIME_S)
 
     def close(self) -> None:
         self.process.kill()
@@ -224,7 +225,7 @@ def test_ctrl_c_stops_the_reply_and_again_leaves(server: FakeTriton, terminal: T
     terminal.wait_for("Hello")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("stopped · first text")
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     terminal.wait_for("> ")
     server.script = greeting
     terminal.type("Go on\n")
@@ -237,4 +238,4 @@ def test_ctrl_c_stops_the_reply_and_again_leaves(server: FakeTriton, terminal: T
 def test_ctrl_d_leaves_with_success(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(PATIENCE_S) == 0
+    assert terminal.process.wait(IN_TIME_S) == 0

@@ -25,7 +25,6 @@ from typer.testing import CliRunner, Result
 import triton_omni_client
 from client_fakes import (
     INFO,
-    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -43,6 +42,7 @@ from triton_omni_client import Timings, cli, terminal
 from triton_omni_client.answer import NOT_KEPT
 from triton_omni_client.audio import WavDecoder, wav_header
 from triton_omni_client.messages import AudioDelta, TextDelta
+from waiting import IN_TIME_S
 
 LAST_LINE = re.compile(
     r"first text \d+\.\d\d s · first audio \d+\.\d\d s · audio 0\.0 s · real-time factor \d+\.\d\d\n$"
@@ -314,11 +314,11 @@ def test_interrupt_cancels_on_the_server_keeps_the_audio_and_exits_with_130(serv
         while not path.exists() or path.stat().st_size < 44 + 960:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
+        _, stderr = process.communicate(timeout=IN_TIME_S)
     assert process.returncode == 130
     assert b"audio 0.0 s" in stderr
     assert b"Traceback" not in stderr
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert _samples(path) == [8192] * 480
 
 
@@ -334,7 +334,7 @@ def test_interrupt_prints_the_times_of_what_was_received(server: FakeTriton, mon
     times, speech = result.stderr.splitlines(keepends=True)
     assert LAST_LINE.fullmatch(times), times
     assert speech == f"{NOT_KEPT}\n"
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
 
 
 class _Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fakes import INFO, PATIENCE_S, FakeTriton, chosen_of, chunk, failure, final, inputs_of, serve_grpc
+from client_fakes import INFO, FakeTriton, chosen_of, chunk, failure, final, inputs_of, serve_grpc
 from media_samples import audio_file, encoded_sound, image_file, video_file
 from triton_omni_client import (
     AsyncOmniClient,
@@ -28,6 +28,7 @@ from triton_omni_client import (
     media_kind,
 )
 from triton_omni_client.options import read_media
+from waiting import IN_TIME_S
 
 WORDS = "one two three four five six seven eight nine ten"
 PICTURE, SOUND = Media("image", b"picture"), Media("audio", b"sound")
@@ -78,7 +79,7 @@ def speaking(seconds: float, text: str = WORDS, *, ends: bool = True) -> Any:
         else:
             gone = threading.Event()
             if context.add_callback(gone.set):
-                gone.wait(PATIENCE_S)
+                gone.wait(IN_TIME_S)
 
     return script
 
@@ -114,7 +115,7 @@ def test_a_reply_cut_off_is_kept_as_far_as_it_was_heard(server: FakeTriton, clie
     turn = chat.ask(client, "Count")
     assert next(turn) == TextDelta(WORDS)
     turn.close(heard=1.0)
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert [turn.reply for turn in chat.turns] == ["one two three"]  # 15 letters a second, to the end of a word
     server.script = speaking(1)
     chat.ask(client, "Go on").collect()
@@ -154,7 +155,7 @@ def test_asking_again_ends_the_reply_that_still_runs(server: FakeTriton, client:
     next(first)
     server.script = speaking(1)
     chat.ask(client, "Enough").collect()
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert asked(server) == [("user", "Count"), ("assistant", WORDS), ("user", "Enough")]
     first.close()
     assert len(chat.turns) == 2
@@ -182,7 +183,7 @@ def test_a_turn_that_is_forgotten_is_cancelled_and_kept_as_far_as_it_was_taken(
     turn = chat.ask(client, "Count")
     next(turn)
     del turn
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert [turn.reply for turn in chat.turns] == [WORDS]
 
 
@@ -212,7 +213,7 @@ async def test_a_conversation_of_a_task(server: FakeTriton) -> None:
         assert await anext(turn) == TextDelta(WORDS)
         assert turn.timings().first_text is not None
         chat.stop(heard=1.0)
-        assert await asyncio.to_thread(server.cancelled.wait, PATIENCE_S)
+        assert await asyncio.to_thread(server.cancelled.wait, IN_TIME_S)
         assert [turn.reply for turn in chat.turns] == ["Hello, sea.", "one two three"]
         server.script = lambda *_: iter([failure("broken [omni:internal]")])
         with pytest.raises(Internal):

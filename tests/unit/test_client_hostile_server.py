@@ -19,7 +19,6 @@ import pytest
 
 from client_fakes import (
     INFO,
-    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -48,6 +47,7 @@ from triton_omni_client.bench import triton_metrics
 from triton_omni_client.errors import from_text
 from triton_omni_client.parsing import parsed
 from triton_omni_client.protocol import refusal
+from waiting import IN_TIME_S
 
 HI = Request(text="hi")
 SMALL = 1 << 18
@@ -94,7 +94,7 @@ def saying(*pieces: bytes, pause: float = 0.0, times: int = 300) -> Iterator[str
         finally:
             over.set()
             socket.create_connection(listener.getsockname()).close()
-            thread.join(PATIENCE_S)
+            thread.join(IN_TIME_S)
 
 
 @each_way
@@ -112,7 +112,7 @@ def test_an_answer_without_an_end_is_given_up_at_its_limit(
 ) -> None:
     monkeypatch.setattr(http_call, "MAX_ANSWER_BYTES", SMALL)
     with saying(head, rest, times=1 << 14) as url, pytest.raises(Internal, match=f"more than {SMALL} bytes"):
-        way(HttpClient(url, timeout=PATIENCE_S, retry=NO_RETRY))
+        way(HttpClient(url, timeout=IN_TIME_S, retry=NO_RETRY))
 
 
 @each_way
@@ -137,7 +137,7 @@ def test_an_answer_that_drips_does_not_outlast_the_timeout(
 @pytest.mark.parametrize("answer", [OK + b"Content-Length: 9\r\n\r\nhalf", CHUNKED + b"9\r\nhalf"])
 def test_an_answer_that_is_cut_off_is_a_broken_connection(answer: bytes) -> None:
     with saying(answer, times=0) as url, pytest.raises(ConnectionFailed):
-        HttpClient(url, timeout=PATIENCE_S).unary(HI)
+        HttpClient(url, timeout=IN_TIME_S).unary(HI)
 
 
 def test_a_redirect_is_not_followed_and_packed_answers_are_not_unpacked() -> None:
@@ -145,14 +145,14 @@ def test_a_redirect_is_not_followed_and_packed_answers_are_not_unpacked() -> Non
         for way in (ask, stream):
             redirect = (302, {"Location": f"{other.url}/v2"}, b"")
             with serve_http(FakeHttp(lambda answer=redirect: answer)) as fake, pytest.raises(Internal):
-                way(HttpClient(fake.url, timeout=PATIENCE_S))
+                way(HttpClient(fake.url, timeout=IN_TIME_S))
         assert other.paths == []
     packed = zlib.compress(bytes(1 << 20))
     with (
         serve_http(FakeHttp(lambda: (500, {"Content-Encoding": "deflate"}, packed))) as fake,
         pytest.raises(Internal, match="HTTP status 500"),
     ):
-        HttpClient(fake.url, timeout=PATIENCE_S).unary(HI)
+        HttpClient(fake.url, timeout=IN_TIME_S).unary(HI)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_reply_without_an_end_is_given_up_at_its_limit(monkeypatch: pytest.Mon
     ):
         with pytest.raises(Internal, match=f"more than {SMALL} bytes"):
             client.stream(Request(text="hi", audio_format="pcm16")).collect()
-        assert fake.cancelled.wait(PATIENCE_S)
+        assert fake.cancelled.wait(IN_TIME_S)
 
 
 def test_a_wav_file_of_endless_header_is_refused() -> None:
@@ -181,14 +181,14 @@ def test_a_wav_file_of_endless_header_is_refused() -> None:
 
 def ask_async(url: str) -> Any:
     async def run() -> Any:
-        async with AsyncOmniClient(url, timeout=PATIENCE_S) as client:
+        async with AsyncOmniClient(url, timeout=IN_TIME_S) as client:
             return await client.say("hi")
 
     return asyncio.run(run())
 
 
 def ask_blocking(url: str) -> Any:
-    with OmniClient(url, timeout=PATIENCE_S) as client:
+    with OmniClient(url, timeout=IN_TIME_S) as client:
         return client.say("hi")
 
 
@@ -252,7 +252,7 @@ def test_an_event_of_absurd_values_is_outside_of_the_protocol(line: str) -> None
         serve_http(FakeHttp(lambda: (200, {}, iter([b"data: " + line.encode() + b"\n\n"])))) as fake,
         pytest.raises(Internal),
     ):
-        stream(HttpClient(fake.url, timeout=PATIENCE_S))
+        stream(HttpClient(fake.url, timeout=IN_TIME_S))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_an_event_of_absurd_values_is_outside_of_the_protocol(line: str) -> None
 )
 def test_an_account_of_absurd_numbers_is_refused(info: Any) -> None:
     with serve_http(FakeHttp(lambda: (200, {}, iter([event(info=INFO | info)])))) as fake, pytest.raises(Internal):
-        stream(HttpClient(fake.url, timeout=PATIENCE_S))
+        stream(HttpClient(fake.url, timeout=IN_TIME_S))
 
 
 @pytest.mark.parametrize("samples", [[float("nan")], [0.5, float("inf")], [-float("inf")]])
@@ -293,7 +293,7 @@ def test_samples_that_are_no_sound_are_refused(samples: list[float]) -> None:
 def test_an_answer_that_lies_about_its_sizes_is_outside_of_the_protocol(head: str, length: str) -> None:
     headers = {"Inference-Header-Content-Length": length or str(len(head))}
     with serve_http(FakeHttp(lambda: (200, headers, head.encode()))) as fake, pytest.raises(Internal):
-        HttpClient(fake.url, timeout=PATIENCE_S).unary(HI)
+        HttpClient(fake.url, timeout=IN_TIME_S).unary(HI)
 
 
 class AbsurdIndex(FakeHttp):
@@ -322,7 +322,7 @@ def test_an_account_of_models_outside_of_the_protocol_is_an_error(index: Any, co
     fake = AbsurdIndex(lambda: (200, {}, b""))
     fake.index, fake.config = index, config
     with serve_http(fake), pytest.raises(Internal):
-        HttpClient(fake.url, timeout=PATIENCE_S).models()
+        HttpClient(fake.url, timeout=IN_TIME_S).models()
     assert len(fake.paths) < 101
 
 

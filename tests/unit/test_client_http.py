@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fakes import INFO, PATIENCE_S, FakeHttp, http_answer, serve_http
+from client_fakes import INFO, FakeHttp, http_answer, serve_http
 from triton_omni_client import (
     BadRequest,
     ConnectionFailed,
@@ -25,6 +25,7 @@ from triton_omni_client import (
     TooLarge,
 )
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
+from waiting import IN_TIME_S
 
 SAMPLES = np.arange(-50, 50, dtype=np.float32) * 600 / np.float32(32767)
 
@@ -121,7 +122,7 @@ def test_the_timeout_of_the_request_counts(server: FakeHttp, client: HttpClient)
     over = threading.Event()
 
     def slow() -> tuple[int, dict[str, str], bytes]:
-        over.wait(PATIENCE_S)
+        over.wait(IN_TIME_S)
         return 500, {}, b""
 
     server.answer = slow
@@ -148,7 +149,7 @@ def test_a_url_that_is_not_http_is_refused(url: str) -> None:
 
 
 def test_ready_asks_server_and_model(server: FakeHttp, client: HttpClient) -> None:
-    assert client.ready(PATIENCE_S)
+    assert client.ready(IN_TIME_S)
     assert server.paths == ["/v2/health/ready", "/v2/models/qwen2_5_omni_unary/ready"]
     server.is_ready = False
     assert not client.wait_ready(0)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_fakes import INFO, PATIENCE_S, FakeHttp, event, serve_http
+from client_fakes import INFO, FakeHttp, event, serve_http
 from triton_omni_client import (
     NO_RETRY,
     AudioDelta,
@@ -32,6 +32,7 @@ from triton_omni_client import (
     Timeout,
 )
 from triton_omni_client.audio import pcm16_from_waveform, wav_header
+from waiting import IN_TIME_S
 
 HI = Request(text="hi")
 GREETING = [event("Hello"), event(", sea.", [0.25, -0.5]), event(audio=[0.5]), event(info=INFO)]
@@ -58,7 +59,7 @@ def endless(server: FakeHttp) -> Any:
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        for _ in range(round(PATIENCE_S / 0.01)):
+        for _ in range(round(IN_TIME_S / 0.01)):
             yield b"\n"
             if server.left.wait(0.01):
                 return
@@ -73,7 +74,7 @@ def silent(server: FakeHttp) -> Iterator[None]:
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        over.wait(PATIENCE_S)
+        over.wait(IN_TIME_S)
 
     server.answer = lambda: (200, {}, pieces())
     yield
@@ -119,7 +120,7 @@ def test_a_delta_is_there_before_the_next_is_sent(server: FakeHttp, client: Http
 
     def pieces() -> Iterator[bytes]:
         yield event("Hello")
-        assert taken.wait(PATIENCE_S)
+        assert taken.wait(IN_TIME_S)
         yield event(info=INFO)
 
     server.answer = lambda: (200, {}, pieces())
@@ -144,7 +145,7 @@ def test_leaving_a_stream_closes_its_connection(server: FakeHttp, client: HttpCl
     with client.stream(HI) as stream:
         assert next(stream) == TextDelta("Hello")
         assert not server.left.is_set()
-    assert server.left.wait(PATIENCE_S)
+    assert server.left.wait(IN_TIME_S)
     assert next(stream, None) is None
 
 
@@ -162,7 +163,7 @@ def test_a_stream_that_is_forgotten_is_closed(server: FakeHttp, client: HttpClie
     server.answer = endless(server)
     assert next(client.stream(HI)) == TextDelta("Hello")
     gc.collect()
-    assert server.left.wait(PATIENCE_S)
+    assert server.left.wait(IN_TIME_S)
 
 
 @pytest.mark.parametrize("prefix", [b"", b"data: "])
@@ -225,7 +226,7 @@ def test_the_timeout_is_of_the_whole_reply(server: FakeHttp, client: HttpClient)
     with pytest.raises(Timeout, match="timeout had passed"):
         client.stream(Request(text="hi", timeout=0.3)).collect()
     assert time.monotonic() - begin >= 0.3
-    assert server.left.wait(PATIENCE_S)
+    assert server.left.wait(IN_TIME_S)
 
 
 @pytest.mark.usefixtures("silent")

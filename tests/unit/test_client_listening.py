@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from client_fakes import (
     INFO,
-    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -45,6 +44,7 @@ from triton_omni_client import (
     TooLarge,
 )
 from triton_omni_client.listening import REACH, WINDOW
+from waiting import IN_TIME_S
 
 SOUND = (np.random.default_rng(7).uniform(-1, 1, 5 * WINDOW) * 32_767).round().astype(np.int16)
 PREFILLED = {**INFO, "finish_reason": {"thinker": "prefilled", "talker": "prefilled", "token2wav": None}}
@@ -74,7 +74,7 @@ class Hints:
         self.arrived.put(request)
         if parameters_of(request).get("prefill_only"):
             context.add_callback(self._mark_left)
-            yield from self.answers.get(timeout=PATIENCE_S)()
+            yield from self.answers.get(timeout=IN_TIME_S)()
         else:
             yield chunk(text="A sea.")
             yield chunk(info=INFO)
@@ -84,7 +84,7 @@ class Hints:
         self.left.set()
 
     def next(self) -> Any:
-        return self.arrived.get(timeout=PATIENCE_S)
+        return self.arrived.get(timeout=IN_TIME_S)
 
     def is_over(self) -> bool:
         return self.arrived.empty()
@@ -116,7 +116,7 @@ def heard(request: Any) -> NDArray[np.int16]:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + IN_TIME_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -270,7 +270,7 @@ def test_a_closed_utterance_is_cancelled_and_forgotten(hints: Hints, client: Omn
     with Conversation().listen(client) as listening:
         listening.write(windows(1))
         hints.next()
-    assert hints.left.wait(PATIENCE_S)
+    assert hints.left.wait(IN_TIME_S)
     hints.answers.put(prefilled)
     wait_until(lambda: not listening._is_hinting)
     with pytest.raises(BadRequest, match="has no sound: write samples before ask"):
@@ -287,7 +287,7 @@ def test_listening_ends_the_reply_that_runs_unless_it_cannot_begin(server: FakeT
         chat.listen(client, timeout=-1)
     assert (chat.turns, "audio_in_pieces" in chat.options) == ((), False)
     chat.listen(client)
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert [turn.reply for turn in chat.turns] == ["Hello"]
 
 
@@ -353,7 +353,7 @@ async def test_an_utterance_of_a_task(hints: Hints, server: FakeTriton) -> None:
             listening.write(windows(1))
             await asyncio.to_thread(hints.next)
             hints.left.clear()
-        assert await asyncio.to_thread(hints.left.wait, PATIENCE_S)
+        assert await asyncio.to_thread(hints.left.wait, IN_TIME_S)
         hints.answers.put(prefilled)
     assert hints.is_over()
     assert len(chat.turns) == 1
@@ -367,7 +367,7 @@ def test_an_utterance_over_http() -> None:
         return 200, {"Content-Type": "text/event-stream"}, event(text="A sea.", info=INFO)
 
     with serve_http(FakeHttp(answer)) as fake:
-        listening: Listening[Any] = Conversation().listen(HttpClient(fake.url, timeout=PATIENCE_S))
+        listening: Listening[Any] = Conversation().listen(HttpClient(fake.url, timeout=IN_TIME_S))
         listening.write(windows(1))
         wait_until(lambda: not listening._is_hinting)
         assert listening.refusal is None

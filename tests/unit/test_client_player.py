@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client_fakes import PATIENCE_S
 from fake_sound import PortAudioError, SoundDevice, plug_in
 from triton_omni_client import NoSoundDevice, Player
 from triton_omni_client.player import PIECE
+from waiting import IN_TIME_S
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ class Stepped(SoundDevice):
 
     def write(self, data: NDArray[np.float32]) -> None:
         self.begun += 1
-        assert self.steps.acquire(timeout=PATIENCE_S)
+        assert self.steps.acquire(timeout=IN_TIME_S)
         super().write(data)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from client_fakes import (
-    PATIENCE_S,
     FakeHttp,
     FakeTriton,
     chunk,
@@ -35,6 +34,7 @@ from triton_omni_client import (
     Retry,
     TextDelta,
 )
+from waiting import IN_TIME_S
 
 FULL = "no free session [omni:overloaded;stage=thinker;retry_after_ms=40]"
 QUICK = Retry(attempts=3, first_wait=0.0, longest_wait=0.0)
@@ -131,7 +131,7 @@ def test_closing_ends_a_wait(server: FakeTriton) -> None:
     with OmniClient(server.url, retry=PATIENT) as client:
         started = time.monotonic()
         stream = client.stream(Request(text="hi"))
-        assert server.finished.wait(PATIENCE_S)
+        assert server.finished.wait(IN_TIME_S)
         timer = threading.Timer(0.2, stream.close)
         timer.start()
         assert list(stream) == []
@@ -145,7 +145,7 @@ async def test_closing_ends_a_wait_of_a_task(server: FakeTriton) -> None:
     async with AsyncOmniClient(server.url, retry=PATIENT) as client:
         started = time.monotonic()
         stream = client.stream(Request(text="hi"))
-        assert await asyncio.to_thread(server.finished.wait, PATIENCE_S)
+        assert await asyncio.to_thread(server.finished.wait, IN_TIME_S)
         asyncio.get_running_loop().call_later(0.2, stream.close)
         assert [delta async for delta in stream] == []
         assert time.monotonic() - started < 100
@@ -191,7 +191,7 @@ def test_a_stream_that_is_forgotten_is_cancelled(server: FakeTriton) -> None:
         stream = client.stream(Request(text="hi"))
         assert next(stream) == TextDelta("Hello")
         del stream
-        assert server.cancelled.wait(PATIENCE_S)
+        assert server.cancelled.wait(IN_TIME_S)
 
 
 async def test_a_stream_that_is_forgotten_by_a_task_is_cancelled(server: FakeTriton) -> None:
@@ -200,7 +200,7 @@ async def test_a_stream_that_is_forgotten_by_a_task_is_cancelled(server: FakeTri
         stream = client.stream(Request(text="hi"))
         assert await anext(stream) == TextDelta("Hello")
         del stream
-        assert await asyncio.to_thread(server.cancelled.wait, PATIENCE_S)
+        assert await asyncio.to_thread(server.cancelled.wait, IN_TIME_S)
 
 
 def test_texts_and_waveforms_are_iterators_whose_end_cancels(server: FakeTriton) -> None:
@@ -215,7 +215,7 @@ def test_texts_and_waveforms_are_iterators_whose_end_cancels(server: FakeTriton)
         texts = client.stream(Request(text="hi")).texts()
         assert next(texts) == "Hello"
         texts.close()
-        assert server.cancelled.wait(PATIENCE_S)
+        assert server.cancelled.wait(IN_TIME_S)
 
 
 async def test_texts_and_waveforms_of_a_task(server: FakeTriton) -> None:

@@ -19,7 +19,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from client_fakes import PATIENCE_S, FakeTriton, bytes_tensor, serve_grpc
+from client_fakes import FakeTriton, bytes_tensor, serve_grpc
 from triton_omni_client import (
     AsyncOmniClient,
     AsyncStream,
@@ -33,6 +33,7 @@ from triton_omni_client import (
     shared_async,
     shared_media,
 )
+from waiting import IN_TIME_S
 
 MEDIA = (Media("image", b"\x89png" * 1000), Media("audio", b"RIFF"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -75,8 +76,8 @@ class SharingTriton(FakeTriton):
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client gives no server up that is only slow."""
-    monkeypatch.setattr(shared_media, "RELEASE_SECONDS", PATIENCE_S)
-    monkeypatch.setattr(shared_media, "CALL_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(shared_media, "RELEASE_SECONDS", IN_TIME_S)
+    monkeypatch.setattr(shared_media, "CALL_SECONDS", IN_TIME_S)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def client(triton: SharingTriton, request: pytest.FixtureRequest) -> Iterator[Cl
 
 def soon(condition: Callable[[], bool]) -> bool:
     """Return True if the condition holds before long: the asyncio client shares on threads."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + IN_TIME_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     return condition()
@@ -253,13 +254,13 @@ async def test_a_task_that_is_cancelled_while_its_media_are_shared_leaves_nothin
 
     def slowly(*args: Any) -> Any:
         begun.set()
-        left.wait(PATIENCE_S)
+        left.wait(IN_TIME_S)
         return filled(*args)
 
     monkeypatch.setattr(shared_media, "_filled", slowly)
     async with AsyncOmniClient(triton.url, shared_memory=True) as client:
         task = asyncio.create_task(client.say("what?", MEDIA))
-        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        assert await asyncio.to_thread(begun.wait, IN_TIME_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -18,7 +18,6 @@ import pytest
 
 from client_fakes import (
     INFO,
-    PATIENCE_S,
     TIMEOUTS,
     FakeTriton,
     chunk,
@@ -46,6 +45,7 @@ from triton_omni_client import (
     Timeout,
     TooLarge,
 )
+from waiting import IN_TIME_S
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -72,7 +72,7 @@ def test_a_delta_is_given_before_the_next_one_is_made(server: FakeTriton, client
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield chunk(text="first")
-        assert taken.wait(PATIENCE_S)
+        assert taken.wait(IN_TIME_S)
         yield chunk(text="second")
         yield final()
 
@@ -152,7 +152,7 @@ def test_an_error_in_the_stream_is_raised_after_the_deltas_before_it(
 def test_a_refused_stream_is_left_at_its_end_and_not_before(
     server: FakeTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni_client.settling.SETTLED_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr("triton_omni_client.settling.SETTLED_WITHIN_S", IN_TIME_S)
 
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("no [omni:bad_request]")
@@ -161,19 +161,19 @@ def test_a_refused_stream_is_left_at_its_end_and_not_before(
     server.script = script
     with pytest.raises(BadRequest):
         client.say("hi")
-    assert server.finished.wait(PATIENCE_S)
+    assert server.finished.wait(IN_TIME_S)
     assert not server.cancelled.is_set()
 
 
 def test_an_error_ends_a_stream_that_the_server_leaves_open(server: FakeTriton, client: OmniClient) -> None:
     def script(_request: Any, _context: Any) -> Iterator[Any]:
         yield failure("broken [omni:internal]")
-        server.cancelled.wait(PATIENCE_S)
+        server.cancelled.wait(IN_TIME_S)
 
     server.script = script
     with pytest.raises(Internal):
         client.say("hi")
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_closing_a_stream_cancels_on_the_server(server: FakeTriton, client: Omni
     with client.stream(Request(text="hi")) as stream:
         assert next(stream) == TextDelta("Hello")
         assert not server.cancelled.is_set()
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     assert [type(delta) for delta in stream] == [AudioDelta]  # it had arrived with the text
 
 
@@ -253,17 +253,17 @@ def test_closing_from_another_thread_stops_a_waiting_iteration(server: FakeTrito
     timer = threading.Timer(0.2, stream.close)
     timer.start()
     assert list(stream) == []
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
     timer.join()
 
 
 def test_a_finished_stream_is_not_cancelled(
     server: FakeTriton, client: OmniClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", PATIENCE_S)
+    monkeypatch.setattr("triton_omni_client.settling.LATE_END_S", IN_TIME_S)
     with client.stream(Request(text="hi")) as stream:
         list(stream)
-    assert server.finished.wait(PATIENCE_S)
+    assert server.finished.wait(IN_TIME_S)
     assert not server.cancelled.wait(0.1)
 
 
@@ -277,7 +277,7 @@ def test_the_request_s_timeout_is_sent_and_kept_here(server: FakeTriton, client:
         if server.requests:
             break
     assert parameters_of(server.requests[-1]) == {"timeout": timeout}
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)
 
 
 @pytest.mark.parametrize("timeout", [1e10, 1e300])
@@ -297,7 +297,7 @@ def test_many_streams_run_at_once_on_one_client(server: FakeTriton, client: Omni
     def script(request: Any, _context: Any) -> Iterator[Any]:
         text = inputs_of(request)["text_input"][0].decode()
         yield chunk(text=text)
-        together.wait(PATIENCE_S)  # passes only when all sixteen are being answered
+        together.wait(IN_TIME_S)  # passes only when all sixteen are being answered
         yield chunk(text="!", audio=np.full(int(text), 0.5, np.float32))
         yield final()
 
@@ -365,7 +365,7 @@ def test_a_server_may_take_its_time_to_accept_a_connection(server: FakeTriton) -
 
 
 def test_ready_asks_server_and_model(server: FakeTriton, client: OmniClient) -> None:
-    assert client.ready(PATIENCE_S)
+    assert client.ready(IN_TIME_S)
     server.is_ready = False
     assert not client.ready()
     assert not OmniClient("127.0.0.1:1").ready()
@@ -376,7 +376,7 @@ def test_wait_ready_sees_a_server_that_becomes_ready(server: FakeTriton, client:
     server.is_ready = False
     timer = threading.Timer(0.3, lambda: setattr(server, "is_ready", True))
     timer.start()
-    assert client.wait_ready(PATIENCE_S)
+    assert client.wait_ready(IN_TIME_S)
     timer.join()
 
 
@@ -402,4 +402,4 @@ def test_a_whole_reply_without_an_end_is_waited_for_no_longer(
     assert time.monotonic() - begin >= 0.2
     assert reply.text == "Hello"
     assert reply.info is not None
-    assert server.cancelled.wait(PATIENCE_S)
+    assert server.cancelled.wait(IN_TIME_S)

@@ -10,8 +10,8 @@ import pytest
 
 from triton_omni.link.ring import Doorbell, DoorbellRinger
 from triton_omni.session import server_folder
+from waiting import IN_TIME_S
 
-WAIT_S = 30.0
 RING = """
 import pathlib, sys
 from triton_omni.session import server_folder
@@ -33,7 +33,7 @@ def test_who_listens_hears_each_ring_of_another_process(name):
     for _ in range(2):
         assert not heard.acquire(timeout=0.01)
         subprocess.run([sys.executable, "-c", RING, folder, name], check=True)
-        assert heard.acquire(timeout=WAIT_S)
+        assert heard.acquire(timeout=IN_TIME_S)
     bell.close()
 
 
@@ -56,11 +56,11 @@ def test_more_rings_than_wait_are_one(name):
     def hear():
         heard.append(1)
         begun.set()
-        goes_on.wait(WAIT_S)
+        goes_on.wait(IN_TIME_S)
 
     bell, rope = Doorbell(name, "talker", hear), DoorbellRinger(name, "talker")
     rope.ring()
-    assert begun.wait(WAIT_S)
+    assert begun.wait(IN_TIME_S)
     for _ in range(10_000):
         rope.ring()
     goes_on.set()
@@ -75,11 +75,11 @@ def test_a_later_process_s_bell_takes_the_place_of_the_one_before(name):
     first, rope = Doorbell(name, "talker", earlier.release), DoorbellRinger(name, "talker")
     second = Doorbell(name, "talker", later.release)
     rope.ring()
-    assert later.acquire(timeout=WAIT_S)
+    assert later.acquire(timeout=IN_TIME_S)
     assert not earlier.acquire(blocking=False)
     first.close()
     rope.ring()
-    assert later.acquire(timeout=WAIT_S)
+    assert later.acquire(timeout=IN_TIME_S)
     second.close()
     rope.close()
     assert [path.name for path in server_folder.own_folder(name).iterdir()] == ["talker-bell"]
@@ -103,7 +103,7 @@ def test_a_doorbell_whose_socket_breaks_ends_its_thread_and_says_so(name, caplog
     bell._socket.settimeout(0.01)  # recv then raises
     ringer = DoorbellRinger(name, "talker")
     ringer.ring()
-    bell._thread.join(WAIT_S)
+    bell._thread.join(IN_TIME_S)
     assert not bell._thread.is_alive()
     assert caplog.text.count("the doorbell is not heard any more") == 1
     bell.close()

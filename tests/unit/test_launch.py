@@ -28,12 +28,12 @@ from triton_omni.stub.launch import (
     start_unary,
 )
 from triton_omni.stub.tensors import write_tensor
+from waiting import IN_TIME_S
 
 CPU = torch.device("cpu")
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 ARGS = {"model_instance_device_id": "0"}
-WAIT_S = 30.0
 
 
 class Config:
@@ -218,7 +218,7 @@ def test_token2wav_starts_answers_and_closes(omni_model, folder, shared_memory):
     assert table.name == ledger_name(launch.os.getppid())
     request = Request([write_tensor(PbUtils(), "META", b"{}")])
     adapter.execute([request])
-    assert request.sender.done.wait(WAIT_S)
+    assert request.sender.done.wait(IN_TIME_S)
     assert request.sender.responses == []
     adapter.close()
     assert list(shared_memory.iterdir()) == []
@@ -269,7 +269,7 @@ def test_the_unary_model_asks_where_its_settings_say(folder):
     model = start_unary(PbUtils(), ARGS, folder("max_requests: 1\ngrpc_url: 127.0.0.1:9"))
     request = Request([text_tensor("text_input", "hi")])
     model.execute([request])
-    assert request.sender.done.wait(WAIT_S)
+    assert request.sender.done.wait(IN_TIME_S)
     assert request.sender.error.code() == TritonError.INTERNAL
     assert "the stream from 127.0.0.1:9 broke: UNAVAILABLE" in request.sender.error.message()
     model.close()

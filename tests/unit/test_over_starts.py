@@ -62,6 +62,25 @@ def test_both_hops_are_one_handover(tmp_path: Path) -> None:
     assert "handover_p50/7b/one" not in SCRIPT["figures"]([path])
 
 
+def test_stages_alone_are_put_beside_what_was_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "numbers" / "7b" / "7b" / "one.1.json", answered(0, 0.146), answered(1, 0.146))
+    alone = tmp_path / "numbers" / "alone" / "7b"
+    alone.mkdir(parents=True)
+    step = {"name": "thinker_step", "parameters": {"batch": 1, "mode": "sampled"}, "ratio": 0.7629}
+    greedy = {**step, "parameters": {"batch": 1, "mode": "greedy"}, "ratio": 0.9}
+    window = {"name": "token2wav_window_dit", "parameters": {"batch": 1, "solver": "rk4"}, "p50": 22.574}
+    for run in (1, 2):
+        (alone / f"steps.{run}.json").write_text(json.dumps({"figures": [], "ratios": [greedy, step]}))
+        (alone / f"window.{run}.json").write_text(json.dumps({"figures": [window], "ratios": []}))
+    SCRIPT["main"]([tmp_path / "numbers"], tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    ratio = {"values": [0.763, 0.763], "unit": "1", "part": "numbers"}
+    assert figures["thinker_step_ratio_sampled/7b/steps"] == ratio
+    assert figures["window_dit/7b/window"] == {"values": [22.57, 22.57], "unit": "ms", "part": "numbers"}
+    assert figures["first_audio_p50/7b/one"]["part"] == "numbers"
+    assert "0.763 (0.763 to 0.763)" in capsys.readouterr().out
+
+
 def test_folders_without_a_report_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.json").write_text("{}")
     with pytest.raises(typer.BadParameter, match=r"^no report VARIANT/LOAD\.json in "):
