@@ -45,11 +45,11 @@ part_numbers() { # the ten numbers of docs/benchmarks.md, three runs of each by 
     done
     compare numbers/7b 7b --variant '7b={}' "${ones[@]}" "${loads[@]}" || return
     for run in 1 2 3; do
-        micro "numbers/steps.$run" 7b --only thinker,thinker-vllm --steps 60 &&
-            micro "numbers/window.$run" 7b --only token2wav-windows || return
+        micro "numbers/alone/7b/steps.$run" 7b --only thinker,thinker-vllm --steps 60 &&
+            micro "numbers/alone/7b/window.$run" 7b --only token2wav-windows || return
     done
     compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}" &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/numbers/7b" "$OUT/numbers/3b"
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/numbers" -o "$OUT/numbers.json"
 }
 
 part_served() {

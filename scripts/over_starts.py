@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts reports of `scripts/compare` together: median and range of each figure over starts of a server and runs.
+"""Puts the reports of a part of `scripts/benchmarks.sh` together: median and range of each figure over starts and runs.
 
     python scripts/over_starts.py out/caches other/caches [-o figures.json]
 
-Variants `plain.1` and `plain.2` are starts of `plain`, loads `one.1` and `one.2` runs of `one`.
+Reports of `scripts/compare` and `scripts/micro` lie anywhere under the folders, as `VARIANT/LOAD.json`. Variants
+`plain.1` and `plain.2` are starts of `plain`, loads `one.1` and `one.2` runs of `one`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _NUMBER: Final = re.compile(r"\.\d+$")
 
 
 class Kind(NamedTuple):
-    """A figure: its unit, and how a run of a report tells it; None where it does not."""
+    """A figure: its unit, and how a run of a server's report, or a report of stages alone, tells it; None where it does
+    not.
+    """
 
     unit: str
     of: Callable[[Any], float | None]
@@ -44,6 +47,16 @@ def _handover(run: Any) -> float | None:
     return 1000 * sum(hops) if len(hops) == 2 and None not in hops else None
 
 
+def _alone(what: str, value: str, name: str, **parameters: object) -> Callable[[Any], float | None]:
+    """The value of what has this name and these parameters, perhaps among others."""
+
+    def told(report: Any) -> float | None:
+        same = (found for found in report[what] if found["name"] == name)
+        return next((found[value] for found in same if parameters.items() <= found["parameters"].items()), None)
+
+    return told
+
+
 KINDS: Final[Mapping[str, Kind]] = {
     "first_text_p50": _milliseconds("time_to_first_text_s", "p50"),
     "first_audio_p50": _milliseconds("time_to_first_audio_s", "p50"),
@@ -56,18 +69,25 @@ KINDS: Final[Mapping[str, Kind]] = {
     "requests": Kind("1", lambda run: run["summary"]["requests"], 0),
     "handover_p50": Kind("ms", _handover, 2),
 }
+ALONE: Final[Mapping[str, Kind]] = {
+    "thinker_step_ratio_sampled": Kind("1", _alone("ratios", "ratio", "thinker_step", batch=1, mode="sampled"), 3),
+    "window_dit": Kind("ms", _alone("figures", "p50", "token2wav_window_dit", batch=1), 2),
+}
+EVERY: Final = {**KINDS, **ALONE}
 
 Figures = Mapping[str, list[float]]
 """Values by `FIGURE/VARIANT/LOAD`, in the order of the reports."""
 
 
 def figures(reports: Iterable[Path]) -> Figures:
-    """The figures of reports of bench that lie as `scripts/compare` lays them: `VARIANT/LOAD.json`."""
+    """The figures of reports `VARIANT/LOAD.json`."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for path in reports:
         variant, load = (_NUMBER.sub("", name) for name in (path.parent.name, path.stem))
-        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
-            for name, kind in KINDS.items():
+        report = json.loads(path.read_text(encoding="utf-8"))
+        runs, kinds = (report["runs"], KINDS) if "runs" in report else ([report], ALONE)
+        for run in runs:
+            for name, kind in kinds.items():
                 if (value := kind.of(run)) is not None:
                     found[f"{name}/{variant}/{load}"].append(round(value, kind.digits))
     return found
@@ -75,13 +95,14 @@ def figures(reports: Iterable[Path]) -> Figures:
 
 def summary(found: Figures) -> Iterator[str]:
     """One line a load and variant: median, and least and greatest of several values; lines of Markdown."""
-    return table(("load", "variant", *KINDS), _rows(found))
+    kinds = [name for name in EVERY if any(key.startswith(f"{name}/") for key in found)]
+    return table(("load", "variant", *kinds), _rows(found, kinds))
 
 
-def _rows(found: Figures) -> Iterator[list[str]]:
+def _rows(found: Figures, kinds: Iterable[str]) -> Iterator[list[str]]:
     rows = dict.fromkeys(tuple(reversed(key.split("/")[1:])) for key in found)
     for load, variant in sorted(rows, key=_natural):
-        cells = (_cell(found.get(f"{name}/{variant}/{load}", []), kind.digits) for name, kind in KINDS.items())
+        cells = (_cell(found.get(f"{name}/{variant}/{load}", []), EVERY[name].digits) for name in kinds)
         yield [load, variant, *cells]
 
 
@@ -98,11 +119,11 @@ def _cell(values: list[float], digits: int) -> str:
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="results of scripts/compare")],
+    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="results of a part")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON, as in docs/gpu-runs")] = None,
 ) -> None:
     """Print median and range over starts and runs."""
-    reports = [path for folder in folders for path in sorted(folder.glob("*/*.json"))]
+    reports = [path for folder in folders for path in sorted(folder.rglob("*/*.json"))]
     if not reports:
         raise typer.BadParameter(f"no report VARIANT/LOAD.json in {', '.join(map(str, folders))}", param_hint="FOLDERS")
     found = figures(reports)
@@ -110,7 +131,7 @@ def main(
     if output is not None:
         part = folders[0].name
         written = {
-            key: {"values": values, "unit": KINDS[key.partition("/")[0]].unit, "part": part}
+            key: {"values": values, "unit": EVERY[key.partition("/")[0]].unit, "part": part}
             for key, values in found.items()
         }
         output.write_text(json.dumps({"figures": written}, indent=1) + "\n", encoding="utf-8")
