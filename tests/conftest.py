@@ -15,6 +15,7 @@ from importing import all_has_ended, all_is_imported
 # beside a server on the same few cores took a test from 4 s to 186 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -153,9 +154,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
-def pytest_collection_finish() -> None:
+_COLLECTED = pytest.StashKey[int]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Test modules import what they need."""
     all_is_imported()
+    session.config.stash[_COLLECTED] = psutil.Process().memory_info().rss
+
+
+@pytest.fixture
+def collected_bytes(pytestconfig: pytest.Config) -> int:
+    """Main memory of this process before its first test."""
+    return pytestconfig.stash[_COLLECTED]
 
 
 def pytest_unconfigure() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,16 +153,16 @@ def test_what_is_opened_would_be_noticed(opened_by: Watch) -> None:
 
 
 HUGE = 100 << 20
-HUGE_INPUTS = {
-    "text of words": RawRequest(text_input=b"a b " * (HUGE // 4)),
-    "text in one run": RawRequest(text_input=b"a" * HUGE),
-    "messages of brackets": RawRequest(messages=b"[" * HUGE),
-    "messages of blanks": RawRequest(messages=b" " * HUGE),
-    "messages without an end": RawRequest(messages=b'["' + b"a " * (HUGE // 2)),
-    "messages of one base64 run": RawRequest(messages=b'["' + b"A" * HUGE + b'"]'),
-    "parameters": RawRequest(text_input=b"Hi", sampling_parameters=b'{"voice": "' + b"a" * HUGE + b'"}'),
-    "a medium": RawRequest(messages=b'[{"role":"user","content":[{"type":"image"}]}]', media=[bytes(HUGE)]),
-    "a data URI": RawRequest(
+HUGE_INPUTS: Mapping[str, Callable[[], RawRequest]] = {
+    "text of words": lambda: RawRequest(text_input=b"a b " * (HUGE // 4)),
+    "text in one run": lambda: RawRequest(text_input=b"a" * HUGE),
+    "messages of brackets": lambda: RawRequest(messages=b"[" * HUGE),
+    "messages of blanks": lambda: RawRequest(messages=b" " * HUGE),
+    "messages without an end": lambda: RawRequest(messages=b'["' + b"a " * (HUGE // 2)),
+    "messages of one base64 run": lambda: RawRequest(messages=b'["' + b"A" * HUGE + b'"]'),
+    "parameters": lambda: RawRequest(text_input=b"Hi", sampling_parameters=b'{"voice": "' + b"a" * HUGE + b'"}'),
+    "a medium": lambda: RawRequest(messages=b'[{"role":"user","content":[{"type":"image"}]}]', media=[bytes(HUGE)]),
+    "a data URI": lambda: RawRequest(
         messages=b'[{"role":"user","content":[{"type":"image"}]}]', media=[b"data:image/png;base64," + b"A" * HUGE]
     ),
 }
@@ -170,8 +170,9 @@ HUGE_INPUTS = {
 
 @pytest.mark.parametrize("name", HUGE_INPUTS)
 def test_a_hundred_megabytes_are_refused_before_anything_is_made_of_them(name: str) -> None:
+    raw, limits = HUGE_INPUTS[name](), RequestLimits(max_media_items=1, max_media_bytes=1 << 20)
     found = judge(
-        lambda: parse_request(HUGE_INPUTS[name], RequestLimits(max_media_items=1, max_media_bytes=1 << 20), DEFAULTS),
+        lambda: parse_request(raw, limits, DEFAULTS),
         Bounds(seconds=3.0, mebibytes=4.0),
         named=FIELDS,
     )

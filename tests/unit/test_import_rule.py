@@ -199,3 +199,8 @@ def test_processes_are_examined_by_psutil_except_for_what_it_lacks():
         path for path in BACKEND_MODULES.values() if re.search(r"[(=] ?f?\"/proc\b", path.read_text(encoding="utf-8"))
     }
     assert {str(path.relative_to(BACKEND)) for path in found} <= PROC_READERS
+
+
+def test_modules_of_tests_make_large_inputs_when_they_use_them(collected_bytes):
+    """Four workers, each of which imports vLLM, share a machine of 24 GB with the servers of tests."""
+    assert collected_bytes < 1800 << 20
