@@ -456,7 +456,8 @@ def test_the_ring_gets_each_item_once_and_is_told_of_all(steps, places, by_messa
     send_queue, put, found, told, fetched = SendQueue(largest=100), by_message, [], 0, 0
     send_queue.put(rows(0, by_message))
     take_all(send_queue)
-    for count, most in [*steps, *[(0, 5)] * 40]:
+    # A ring of one place takes an item a step.
+    for count, most in [*steps, *[(0, 5)] * (sum(count for count, _ in steps) + 2)]:
         send_queue.put(rows(put, count))
         put += count
         if batch := send_queue.pop_ring_batch(places - (send_queue.placed - fetched), places, wanted=None):
