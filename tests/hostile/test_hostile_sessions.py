@@ -71,12 +71,13 @@ def opened(gateway: RunningGateway, receive_bytes: int | None = None) -> socket.
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    seen = b""
-    while mark not in seen:
+    seen, new = bytearray(), 0
+    while seen.find(mark, new) < 0:
+        new = max(len(seen) - len(mark), 0)  # megabytes of pongs are not searched again for each piece
         piece = connection.recv(1 << 16)
-        assert piece, seen
+        assert piece, bytes(seen)
         seen += piece
-    return seen
+    return bytes(seen)
 
 
 def close_code(connection: socket.socket) -> int:
