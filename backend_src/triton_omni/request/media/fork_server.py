@@ -15,6 +15,7 @@ import math
 import os
 import resource
 import select
+import selectors
 import socket
 import sys
 import threading
@@ -32,22 +33,20 @@ from triton_omni.request.media.killable import NUMBER, OutOfMemory, receive_obje
 def main(module: str, descriptor: int) -> None:
     """Serve until the other end of the socket `descriptor` is closed."""
     importlib.import_module(module)
-    forked: dict[int, _Forked] = {}
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    with socket.socket(fileno=descriptor) as control:
+    # No signal tells of ended processes: one that came just before a wait would be seen after it. And no epoll waits,
+    # since forked processes would share it.
+    with socket.socket(fileno=descriptor) as control, selectors.PollSelector() as waits:
+        waits.register(control, selectors.EVENT_READ)
         while True:
-            # No signal tells of ended processes: one that came just before a wait would be seen after it.
-            for ready, _ in poll.poll():
-                if ready != descriptor:
-                    poll.unregister(ready)
-                    _report_end(ready, forked.pop(ready))
+            for ready, _ in waits.select():
+                if ready.data is not None:
+                    waits.unregister(ready.fd)
+                    _report_end(ready.fd, ready.data)
                     continue
                 memory, descriptors, *_ = socket.recv_fds(control, 8, 2)
                 if not descriptors:
                     return
-                process = _fork(control, descriptors, int.from_bytes(memory, "little"), forked)
-                poll.register(process, select.POLLIN)
+                _fork(waits, descriptors, int.from_bytes(memory, "little"))
 
 
 class _Forked(NamedTuple):
@@ -56,19 +55,18 @@ class _Forked(NamedTuple):
     """The pipe on which its owner learns how it ended."""
 
 
-def _fork(control: socket.socket, descriptors: list[int], memory_bytes: int, forked: dict[int, _Forked]) -> int:
-    """Return the handle of a new process, which is readable once it has ended."""
+def _fork(waits: selectors.PollSelector, descriptors: list[int], memory_bytes: int) -> None:
+    """Fork a process and wait for its end, too."""
     link, end = descriptors
     if pid := os.fork():
         os.close(link)
-        handle = os.pidfd_open(pid)
-        forked[handle] = _Forked(pid, end)
+        waits.register(os.pidfd_open(pid), selectors.EVENT_READ, _Forked(pid, end))
         os.write(end, NUMBER.pack(pid))
-        return handle
-    control.close()
-    for handle, other in forked.items():
-        os.close(handle)
-        os.close(other.end)
+        return
+    for other in waits.get_map().values():
+        os.close(other.fd)
+        if other.data is not None:
+            os.close(other.data.end)
     os.close(end)
     try:
         _serve(Connection(link), memory_bytes)
