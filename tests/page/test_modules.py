@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from browser import TOOLS
+from waiting import IN_TIME_S
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "gateway" / "triton_omni_gateway" / "page"
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="no node: ./build.sh test i
 def test_a_module_keeps_its_word(file: Path) -> None:
     assert NODE is not None
     command = [NODE, "--test", "--test-reporter=spec", file.name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=HERE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IN_TIME_S, check=False, cwd=HERE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from server.asking import BATCH_TOLERANCE
 from server.parity import Chat, Turn, assistant, image, sound, system, user, video
-from server.serving import TINY, Served, Settings, wait_for
+from server.serving import BACK_WITHIN_S, TINY, Served, Settings, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.session.engine import Sampling
 from triton_omni.session.ledger_table import EPOCH, PID
@@ -25,7 +25,6 @@ from triton_omni_client import Reply, Request
 BLOCK = 32
 """Tokens of a block of the caches."""
 ROW_TOLERANCE = 2e-5
-BACK_WITHIN_S = 300.0
 IDLE_AFTER_KILLS_S = 300.0
 """Triton takes about a second to forget each request that a stage had when it was killed."""
 TURNS, AT_ONCE = 10, 8

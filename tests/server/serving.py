@@ -28,19 +28,24 @@ from numpy.typing import NDArray
 
 from processes import UNMEASURED
 from server.probes import RECORDS_VARIABLE
+from triton_omni.core.errors import StageName
 from triton_omni.core.profile import merged
+from triton_omni.session.ledger_table import PID, STAGES
+from triton_omni.session.ledger_view import StageBoard
+from triton_omni.session.server_folder import ledger_name
 from triton_omni.stub.metrics import FAMILIES
 from triton_omni.supervisor.options import ServerConfig
 from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import NO_RETRY, HttpClient, OmniClient, Reply, Request
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("thinker", "talker", "token2wav")
 REPLY_S = 240
 """Seconds that a server gives a reply, and that a client waits for it: more than the slowest machine takes."""
 NEVER_S = 200.0
 """Seconds after which a missing event never comes, however slow the machine. It is less than a reply is given, whose
 end would free what was forgotten."""
+BACK_WITHIN_S = 300.0
+"""Seconds after which a stage or server that died is not started again, however slow the machine."""
 EXIT_TIMEOUT_S, STOP_S = 300, 100.0
 """Seconds that a server's stop waits for a leaked request, and the most that a stop takes without one,
 however slow the machine is."""
@@ -238,6 +243,11 @@ class Served:
         path = self.supervisor.config.log_path
         assert path is not None
         return path.read_text(errors="replace")
+
+    def pid(self, stage: StageName) -> int:
+        """The process of a stage."""
+        with closing(StageBoard(ledger_name(self.supervisor.pid))) as board:
+            return board.word(PID, stage)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Triton's metrics whose names begin with `prefix`, labels included."""

@@ -19,7 +19,8 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import CRAWLING_THINKER, SLOW_TALKER, SLOW_THINKER, SLOW_TOKEN2WAV
-from server.serving import STAGES, Served, wait_for
+from server.serving import Served, wait_for
+from triton_omni.session.ledger_table import STAGES
 from triton_omni_client import OmniClient, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc

@@ -26,8 +26,9 @@ from server.probes import (
     SLOW_TALKER,
     SLOW_TOKEN2WAV,
 )
-from server.serving import STAGES, TINY, Served, note_figures, wait_for
+from server.serving import TINY, Served, note_figures, wait_for
 from server.test_cancel import LONG, LONG_PROMPT, SHORT, WAYS, check_dropped
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni_client import Request

@@ -35,10 +35,10 @@ from server.probes import (
     DYING_TOKEN2WAV,
     SLOW_THINKER,
 )
-from server.serving import NEVER_S, STAGES, TINY, Served, held_back, note_figures, serve, wait_for
+from server.serving import BACK_WITHIN_S, NEVER_S, TINY, Served, held_back, note_figures, serve, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.doctor import cli
-from triton_omni.session.ledger_table import EPOCH, PID, STACKS_SIGNAL
+from triton_omni.session.ledger_table import EPOCH, PID, STACKS_SIGNAL, STAGES
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.supervisor.restart import RestartPolicy, StageRestarter
@@ -49,7 +49,6 @@ from triton_omni_client.protocol import to_grpc
 
 STREAMS = 16
 BEFORE = "before"
-BACK_WITHIN_S = 300.0
 DEADLINE_S = 10.0
 """Seconds in which a session reaches token2wav."""
 LONG = {"thinker": {"min_tokens": 200, "max_tokens": 200}}

@@ -11,8 +11,9 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from server.probes import FAILING_TALKER, FAILING_THINKER, FAILING_TOKEN2WAV
-from server.serving import STAGES, Served
+from server.serving import Served, wait_for
 from server.stacks import doings
+from triton_omni.session.ledger_table import STAGES
 from triton_omni_client import Internal, Request
 from triton_omni_client.messages import UNARY_MODEL
 from triton_omni_client.protocol import to_grpc
@@ -54,6 +55,8 @@ def test_failed_sequence_fails_a_unary_request_with_triton_s_code(server: Served
 
 
 def test_a_failed_test_is_told_what_the_stages_do(server: Served) -> None:
-    _, *told = doings(server).split(":\n")
-    for stage, stacks in zip(STAGES, told, strict=False):
-        assert "loop.py" in stacks, stage
+    def tells_of_each_loop() -> bool:
+        _, *told = doings(server).split(":\n")
+        return all("loop.py" in stacks for _, stacks in zip(STAGES, told, strict=False))
+
+    wait_for(tells_of_each_loop, lambda: doings(server))

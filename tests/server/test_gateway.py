@@ -18,7 +18,8 @@ from gateway_fakes import MODEL, USER, RunningGateway
 from media_samples import audio_file, image_file
 from server.asking import every_session_taken
 from server.probes import CRAWLING_THINKER, SLOW_TALKER
-from server.serving import STAGES, Served, wait_for
+from server.serving import Served, wait_for
+from triton_omni.session.ledger_table import STAGES
 from triton_omni_client import Reply, Request
 from triton_omni_client.audio import Pcm16Decoder, WavDecoder
 from triton_omni_gateway.settings import SPEECH_PROMPT

@@ -17,9 +17,9 @@ import pytest
 from observed import OF_A_GPU, OF_THE_GATEWAY, alert_rules, dashboard_queries, named_metrics
 from otlp_receiver import Receiver, attributes, receive_spans
 from server.probes import CRAWLING_THINKER, FAILING_TOKEN2WAV
-from server.serving import STAGES, TINY, Served, serve, wait_for
+from server.serving import TINY, Served, serve, wait_for
 from triton_omni.doctor import cli
-from triton_omni.session.ledger_table import GENERATION, Table
+from triton_omni.session.ledger_table import GENERATION, STAGES, Table
 from triton_omni.supervisor.probe import REQUEST_ID
 from triton_omni_client import (
     BadRequest,

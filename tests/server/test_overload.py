@@ -23,10 +23,10 @@ from tritonclient.grpc import service_pb2_grpc
 
 from processes import family
 from server.asking import BATCH_TOLERANCE, every_session_taken
-from server.serving import REPLY_S, STAGES, TINY, Served, note_figures, resident_bytes, wait_for
+from server.serving import REPLY_S, TINY, Served, note_figures, resident_bytes, wait_for
 from triton_omni.core.device import gpu_count
 from triton_omni.core.errors import StageName
-from triton_omni.session.ledger_table import PID
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni_client import BadRequest, OmniClient, Overloaded, Reply, Request, Retry, TooLarge
@@ -252,12 +252,9 @@ def test_a_slow_stage_slows_the_others_down_and_loses_nothing(server: Served, st
         name: server.client.stream(replace(request, request_id="")).collect()
         for name, request in list(asked.items())[:2]
     }
-    board = StageBoard(ledger_name(server.supervisor.pid))
-    pid = board.word(PID, stage)
-    board.close()
     patience = Retry(attempts=40)
     with (
-        slowed(pid),
+        slowed(server.pid(stage)),
         OmniClient(server.supervisor.grpc_url, timeout=REPLY_S, retry=patience) as patient,
         ThreadPoolExecutor(len(asked)) as pool,
     ):

@@ -22,7 +22,8 @@ from processes import children, is_running
 from server.asking import BATCH_TOLERANCE
 from server.commands import DRAIN_S, Command, command
 from server.probes import CRAWLING_THINKER
-from server.serving import STAGES, wait_for
+from server.serving import wait_for
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni.supervisor.leftovers import members

@@ -18,7 +18,8 @@ import pytest
 
 from gateway_fakes import MODEL, USER
 from processes import UNMEASURED, family, is_running
-from server.serving import NEVER_S, ROOT, STAGES, wait_for
+from server.serving import NEVER_S, ROOT, wait_for
+from triton_omni.session.ledger_table import STAGES
 
 SMOKE = ROOT / "deploy" / "smoke.sh"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from server.serving import NEVER_S, ROOT, STAGES, STOP_S, TINY, Settings, server_config
+from server.serving import NEVER_S, ROOT, STOP_S, TINY, Settings, server_config
+from triton_omni.session.ledger_table import STAGES
 from triton_omni_client.messages import UNARY_MODEL
 
 REQUESTS = 150

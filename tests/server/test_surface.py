@@ -20,7 +20,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from processes import family
-from server.serving import DIRECT_CALL, REPLY_S, STAGES, Served, wait_for
+from server.serving import DIRECT_CALL, REPLY_S, Served, wait_for
+from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.model_control import HEADER
 from triton_omni.thinker.direct_calls import UNHEARD_FOR_S
 from triton_omni_client import Request

@@ -21,9 +21,6 @@ from server.probes import SLOW_THINKER
 from server.serving import NEVER_S, TINY, Served, serve, wait_for
 from server.test_mixed_media import CHATS
 from triton_omni.core.device import gpu_count
-from triton_omni.session.ledger_table import PID
-from triton_omni.session.ledger_view import StageBoard
-from triton_omni.session.server_folder import ledger_name
 from triton_omni_client import Internal
 
 AT_ONCE = ("all kinds between words", "a film that is heard")
@@ -55,17 +52,9 @@ def named_memory() -> set[Path]:
     return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
-def thinker(server: Served) -> int:
-    board = StageBoard(ledger_name(server.supervisor.pid))
-    try:
-        return board.word(PID, "thinker")
-    finally:
-        board.close()
-
-
 def other_ranks(server: Served) -> list[int]:
     """Processes that the thinker's started to hold the other parts of its layers."""
-    started = psutil.Process(thinker(server)).children()
+    started = psutil.Process(server.pid("thinker")).children()
     return [process.pid for process in started if "Worker_TP" in " ".join(process.cmdline())]
 
 
@@ -96,7 +85,7 @@ def test_a_seed_draws_what_it_draws_in_one_process(split: Served, server: Served
 
 def test_a_stage_dies_with_a_rank(split: Served) -> None:
     """The last test of this module: that a stage which died is started again is in `test_crashes.py`."""
-    stage, ranks = thinker(split), other_ranks(split)
+    stage, ranks = split.pid("thinker"), other_ranks(split)
     with ThreadPoolExecutor(1) as pool:
         long = {"min_tokens": 250, "max_tokens": 250}
         stream = pool.submit(split.ask, "cut off", "hello", seed=SLOW_THINKER, thinker=long)

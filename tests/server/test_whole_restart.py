@@ -31,7 +31,7 @@ from realtime_client import MANUAL, talk
 from server.asking import BATCH_TOLERANCE
 from server.parity import GREEDY
 from server.probes import CRAWLING_THINKER
-from server.serving import NEVER_S, TINY, Served, held_back, serve, wait_for
+from server.serving import BACK_WITHIN_S, NEVER_S, TINY, Served, held_back, serve, wait_for
 from triton_omni.core.errors import StageName
 from triton_omni.session.ledger_table import PID
 from triton_omni.session.ledger_view import StageBoard
@@ -42,7 +42,6 @@ from triton_omni.supervisor.serve import Supervisor
 from triton_omni_client import ConnectionFailed, Internal, Reply, Request
 
 STARTS = 1
-BACK_WITHIN_S = 300.0
 SHARED_MEMORY = Path("/dev/shm")
 LONG = Request(text="hello", seed=CRAWLING_THINKER, thinker={"min_tokens": 250, "max_tokens": 250})
 """A reply that is still written when a process is killed."""
