@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from command_line import unframed
-from triton_omni_client.bench.capacity import Capacity, Targets, capacity, exact, measured_loads
+from triton_omni_client.bench.capacity import Capacity, Targets, capacity, exact
+from triton_omni_client.bench.measured import measured_loads
 from triton_omni_client.bench.records import Chunk, Load, RequestRecord
 from triton_omni_client.bench.report import Report, Run
 from triton_omni_client.cli import app
@@ -49,7 +50,7 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
 MEASURED = report(run(32, 60.0, 0.9, silent=40), run(1, 5.0, 0.25), run(8, 30.0, 0.4))
 
 
-@pytest.mark.parametrize(("asked", "option"), [("listens", "--listen"), ("crowds", "--crowds")])
+@pytest.mark.parametrize(("asked", "option"), [("speaks", "--speak"), ("crowds", "--crowds")])
 def test_a_report_of_an_idle_server_is_refused(asked: str, option: str) -> None:
     idle = report(run(8, 40.0, 0.4)) | {"workload": {asked: True}}
     with pytest.raises(BadRequest, match=option):

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many GPUs a load needs and what its speech costs, by a benchmark's report. Pure; all arithmetic is exact.
+"""How many GPUs a load needs and what its speech costs, by what was measured. Pure; all arithmetic is exact.
 
-A closed loop of C streams shows what a server does with C replies always open. The largest measured load that meets the
-targets counts, and only if every smaller one does too. A conversation in which the model speaks for a share d of the
-time needs d seconds of speech a second; by Little's law it then holds d × real-time factor streams open.
+A closed loop of C streams shows what a server does with C replies always open. A loop of N listeners shows that it
+holds N of them; what it could make beside that stays unknown, so their hearing alone counts as speech. The largest
+measured load that meets the targets counts, and only if every smaller one does too. A conversation in which the model
+speaks for a share d of the time needs d seconds of speech a second; by Little's law it then holds d × real-time factor
+streams open.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from triton_omni_client.errors import BadRequest
 
-from .report import SCHEMA, SCHEMA_VERSION
-
 MINUTES = 1000
 """Minutes of speech that the cost is for."""
-_CLOSED = "closed"
 _LENGTHS_DIFFER = Fraction(1, 10)
 """From this on a benchmark of replies of one length says little of those of another."""
 
@@ -47,19 +45,25 @@ class Targets:
 
 @dataclass(frozen=True)
 class Measured:
-    """One load of a report, as far as it counts here."""
+    """One load as far as it counts here; of several runs each figure is the median."""
 
     streams: int
+    """Places of the closed loop: replies open at once, or listeners."""
     first_audio_p95_s: Fraction | None
     """None = too few replies for it."""
     underruns: Fraction
     """Share of replies with one."""
     speech_per_s: Fraction
-    """Seconds of speech a second, of all streams."""
+    """Seconds of speech a second, of all streams; of listeners what they hear while all of them are there."""
     reply_s: Fraction
     """Mean length of a reply's speech, in seconds."""
     failed: int
+    """Requests that failed, of all runs."""
     replies: int
+    """Replies of a run, of the run with the fewest."""
+    all_listened_s: float | None = None
+    """Seconds in which all listeners listened at once; None = no listeners, replies were always open."""
+    runs: int = 1
 
     def misses(self, targets: Targets) -> str | None:
         """Why this load is too much, or cannot be judged; None = it meets the targets."""
@@ -68,11 +72,19 @@ class Measured:
         if self.first_audio_p95_s is None:
             return f"{self.replies} replies, and a p95 needs 20: measure with --requests 20 or more"
         if self.first_audio_p95_s > exact(targets.first_audio_p95_s):
-            return f"first audio p95 {float(self.first_audio_p95_s):.3g} s, over {targets.first_audio_p95_s:g} s"
+            late = f"first audio p95 {float(self.first_audio_p95_s):.3g} s{self._of_runs}"
+            return f"{late}, over {targets.first_audio_p95_s:g} s"
         if self.underruns > exact(targets.underruns):
             silent = float(100 * self.underruns)
-            return f"{silent:.3g} % of replies with underruns, over {100 * targets.underruns:g} %"
+            return f"{silent:.3g} % of replies with underruns{self._of_runs}, over {100 * targets.underruns:g} %"
+        if self.all_listened_s is not None and self.all_listened_s < self.reply_s / 2:
+            together = f"all of them listened at once for {self.all_listened_s:.3g} s, less than half a reply"
+            return f"{together}: measure with more --requests or a shorter --ramp-up"
         return None
+
+    @property
+    def _of_runs(self) -> str:
+        return f" (median of {self.runs} runs)" if self.runs > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,12 @@ class Capacity:
     reply_s: Fraction
     limit: str | None
     """Target that the next larger load missed; None = no larger load was measured."""
+    listens: bool = False
+    """True if `streams` are listeners."""
+    runs: int = 1
+    """Runs of the load that counts."""
+    together: int = 1
+    """GPUs of the servers that were measured."""
 
     @property
     def gpu_hours(self) -> Fraction:
@@ -99,7 +117,7 @@ class Capacity:
         return abs(exact(seconds) - self.reply_s) <= _LENGTHS_DIFFER * self.reply_s
 
     def gpus(self, conversations: int, speaking: float, headroom: float = 0.0) -> int:
-        """GPUs for so many conversations at once.
+        """GPUs for so many conversations at once, in whole set-ups as measured: half of one was not.
 
         Args:
             conversations: at once.
@@ -115,47 +133,13 @@ class Capacity:
             raise BadRequest(f"the speaking share must be over 0 and at most 1 (got {speaking:g})")
         if not headroom >= 0:
             raise BadRequest(f"the headroom must be at least 0 (got {headroom:g})")
-        return math.ceil(conversations * exact(speaking) * (1 + exact(headroom)) / self.speech_per_s)
+        speech_per_s = conversations * exact(speaking) * (1 + exact(headroom))
+        return self.together * math.ceil(speech_per_s / (self.speech_per_s * self.together))
 
 
 def exact(value: float) -> Fraction:
     """The decimal number that was written: 0.1 is a tenth."""
     return Fraction(str(value))
-
-
-def measured_loads(report: Mapping[str, Any]) -> list[Measured]:
-    """The closed loops of a report, the smallest first; those that were cut short are left out.
-
-    Raises:
-        BadRequest: it is no report of this benchmark, has no such run, is of listeners or crowds, or not of the stream.
-    """
-    if report.get("schema") != SCHEMA or report.get("schema_version") != SCHEMA_VERSION:
-        raise BadRequest(f"this is no report of `triton-omni bench` ({SCHEMA}, version {SCHEMA_VERSION})")
-    for asked, option in (("listens", "--listen"), ("crowds", "--crowds")):
-        if report.get("workload", {}).get(asked):
-            raise BadRequest(f"the report is of {option}, which leaves the server idle: measure without it")
-    runs = [run for run in report["runs"] if run["load"]["mode"] == _CLOSED and run["complete"]]
-    spoken = [run for run in runs if run["summary"]["audio_seconds_per_s"]]
-    if not spoken:
-        raise BadRequest("the report has no complete run with speech at a --concurrency")
-    if any(run["summary"]["requests_with_underruns"] is None for run in spoken):
-        raise BadRequest("the report is of whole replies, which tell nothing of underruns: measure the stream")
-    found = [_measured(run) for run in spoken]
-    return sorted(found, key=lambda load: load.streams)
-
-
-def _measured(run: Mapping[str, Any]) -> Measured:
-    summary = run["summary"]
-    p95 = summary["time_to_first_audio_s"]["p95"]
-    return Measured(
-        streams=int(run["load"]["value"]),
-        first_audio_p95_s=None if p95 is None else exact(p95),
-        underruns=Fraction(summary["requests_with_underruns"], summary["completed"]),
-        speech_per_s=exact(summary["audio_seconds_per_s"]),
-        reply_s=exact(summary["audio_s"]["mean"]),
-        failed=sum(summary["errors"].values()),
-        replies=int(summary["completed"]),
-    )
 
 
 def capacity(loads: Sequence[Measured], targets: Targets, gpus: int = 1) -> Capacity:
@@ -164,7 +148,7 @@ def capacity(loads: Sequence[Measured], targets: Targets, gpus: int = 1) -> Capa
     Args:
         loads: the smallest first.
         targets: what is good enough.
-        gpus: of the server that was measured.
+        gpus: of the servers that were measured.
 
     Raises:
         BadRequest: the smallest load already misses a target; the message says which.
@@ -183,4 +167,12 @@ def capacity(loads: Sequence[Measured], targets: Targets, gpus: int = 1) -> Capa
 
 
 def _of(load: Measured, gpus: int, limit: str | None) -> Capacity:
-    return Capacity(Fraction(load.streams, gpus), load.speech_per_s / gpus, load.reply_s, limit)
+    return Capacity(
+        Fraction(load.streams, gpus),
+        load.speech_per_s / gpus,
+        load.reply_s,
+        limit,
+        listens=load.all_listened_s is not None,
+        runs=load.runs,
+        together=gpus,
+    )
