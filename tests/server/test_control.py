@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reference.hf_token2wav import HfToken2Wav, solved_by, streamed_waveform
-from server.serving import Served
+from server.serving import TINY, Served
 from triton_omni.core.settings import StreamingPlan
 from triton_omni_client import BadRequest, Info, Reply, Request, ThinkerOptions, Token2WavOptions
 
@@ -91,6 +91,20 @@ def test_what_is_chosen_of_the_solver_is_what_hf_s_sampler_does_with_it(server: 
     np.testing.assert_allclose(ours["offline"], offline.numpy(), rtol=0, atol=LIKE_HF)
     np.testing.assert_allclose(ours["streaming"], streamed.numpy(), rtol=0, atol=LIKE_HF)
     assert np.abs(ours["streaming"] - plain.audio).max() > 100 * LIKE_HF
+
+
+def test_a_preset_of_a_request_is_what_its_settings_spelled_out_are(server: Served) -> None:
+    asked: dict[str, Token2WavOptions] = {
+        "named": {"preset": "fast"},
+        "spelled": TINY["token2wav"]["presets"]["fast"],
+        "not asked": {},
+    }
+    heard = {name: server.ask(f"control: {name}", **SPOKEN, token2wav=options).audio for name, options in asked.items()}
+    np.testing.assert_allclose(heard["named"], heard["spelled"], rtol=0, atol=SAME)
+    assert np.abs(heard["named"] - heard["not asked"]).max() > 100 * SAME
+    with pytest.raises(BadRequest, match=r"preset: 'best' is not one of \['fast', 'reference'\]") as refused:
+        server.ask("control: no preset", **SPOKEN, token2wav={"preset": "best"})
+    assert refused.value.stage == "token2wav"
 
 
 def test_info_of_every_way_to_ask_tells_the_same(server: Served) -> None:
