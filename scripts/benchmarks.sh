@@ -5,14 +5,15 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `numbers`, `listeners`, `caches` and `apart` longer; `apart` needs two GPUs.
+# After `./build.sh setup`. A part takes two to ten minutes, `numbers`, `listeners`, `caches`, `apart` and `turns` longer.
+# `apart` needs two GPUs, `turns` BEFORE: another checkout, after `./build.sh setup` there.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
-# of random weights. STARTS ("1 2 3"), PRESETS ("reference fast") and SIZES ("7b 3b"): a share of `caches`, of `presets`
-# and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
+# of random weights. STARTS ("1 2 3"), PRESETS ("reference fast") and SIZES ("7b 3b"): a share of `caches` and
+# `turns`, of `presets` and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
-    caches presets many realtime crowd_time apart quality four_bit memory)
+    caches presets many realtime crowd_time apart quality four_bit memory turns)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -275,8 +276,21 @@ part_memory() { # the profile `small` where no more memory is free, and the larg
     return "$failed"
 }
 
+part_turns() { # this checkout and the one in BEFORE, each served several times
+    [[ -n ${BEFORE:-} ]] || {
+        echo "turns: BEFORE is not set: set it to another checkout, after ./build.sh setup there" >&2 && return 1
+    }
+    local start variants=()
+    for start in ${STARTS:-1 2 3}; do
+        variants+=(--variant "before.$start={\"checkout\": \"$BEFORE\"}" --variant "now.$start")
+    done
+    compare turns 7b "${variants[@]}" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS" \
+        --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300' &&
+        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/turns"
+}
+
 usage() {
-    sed -n '3,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     echo "Parts: ${PARTS[*]}"
 }
 

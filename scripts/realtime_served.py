@@ -99,7 +99,7 @@ def main(
     check_writable(output)
     with (
         tempfile.TemporaryDirectory(prefix="realtime-") as folder,
-        serving(VARIANT, ROOT / "model_repository", model_folder(model), Path(folder), mps=mps) as served,
+        serving(VARIANT, model_folder(model), Path(folder), mps=mps) as served,
         gateway(served.grpc_url) as address,
     ):
         found = []

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-import yaml
 from rich.console import Console
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -24,6 +23,7 @@ if not __package__:
 from compare.balancer import BalancerError  # noqa: E402
 from compare.memory import MemoryNotHeld, free_memory, used_memory  # noqa: E402
 from compare.running import MeasureFailed, Program, Served, judge, measure, serving  # noqa: E402
+from compare.server import HERE  # noqa: E402
 from compare.table import compared, judged, resident  # noqa: E402
 from compare.variants import Load, Variant, parse_load, parse_variant  # noqa: E402
 from triton_omni.core.settings import SettingsError  # noqa: E402
@@ -52,12 +52,12 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of reports, logs and plots; made anew")] = Path("compare-out"),
     model: Annotated[str | None, typer.Option(envvar="OMNI_MODEL", help="checkpoint: a folder or a hub id")] = None,
-    repository: Annotated[Path, typer.Option(help="model repository to serve")] = SCRIPTS.parent / "model_repository",
 ) -> None:
     """Measure variants of the served stages one after another with the same loads, and print them beside each other.
 
     JSON has what a variant changes: {"thinker": {"engine": {"fused_decode": false}}, "replicas": 2}, and in "bench"
     what it is asked beside the others: "--concurrency 64". All loads of a variant are of one start of its servers.
+    {"checkout": "../before"} has another checkout, set up by its ./build.sh setup, serve its own code and models.
     With --evaluate the replies of the first variant and its first setting are the reference of all others.
     With --memory another process holds the rest of the GPUs' memory, and a request that fails is a failure.
     Exit code 1: something could not be measured; the rest was.
@@ -73,9 +73,9 @@ def main(
     _check(program, (run for _, runs in asked for run in runs), out)
     checkpoint, measured = model_folder(model), Measured(program, may_fail=memory is None)
     with on_signals(_interrupt), _limited(memory) as before:
-        _lay_out(variants, repository, out)
+        _lay_out(variants, out)
         for wanted, runs in asked:
-            measured.add(wanted.name, runs, serving(wanted, repository, checkpoint, out / wanted.name, mps=mps))
+            measured.add(wanted.name, runs, serving(wanted, checkpoint, out / wanted.name, mps=mps))
     console.print((judged if evaluate else compared)(measured.reports))
     if memory is not None:
         console.print(resident(measured.reports, before))
@@ -155,16 +155,17 @@ def _check(program: Program, loads: Iterable[Load], out: Path) -> None:
             raise typer.Exit(code)
 
 
-def _lay_out(variants: Sequence[Variant], repository: Path, out: Path) -> None:
-    """Make each variant's folder, with what it changes; none where a variant cannot be served."""
+def _lay_out(variants: Sequence[Variant], out: Path) -> None:
+    """Make each variant's folder; none where a variant of this checkout cannot be served."""
     for variant in variants:
+        if variant.checkout != HERE:
+            continue  # its own server knows its settings
         try:
-            stage_settings(repository, variant.profile)
+            stage_settings(HERE.models, variant.profile)
         except SettingsError as error:
             raise typer.BadParameter(str(error), param_hint="--variant") from error
     for variant in variants:
         (out / variant.name).mkdir(parents=True)
-        (out / variant.name / "profile.yaml").write_text(yaml.safe_dump(dict(variant.profile.changes)))
 
 
 def _interrupt(number: int) -> None:

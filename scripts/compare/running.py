@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from triton_omni.session.ledger_table import STAGES
 from triton_omni.supervisor.machine import visible_gpus
-from triton_omni.supervisor.options import ServerConfig
-from triton_omni.supervisor.serve import Supervisor
 
 from .balancer import on_loopback, run_envoy
+from .server import server, wait_ready
 from .variants import Load, Variant
 
 Program = Literal["bench", "evaluate"]
@@ -73,38 +74,38 @@ def _run(program: Program, served: Served, options: Sequence[str], report: Path)
 
 
 @contextmanager
-def serving(variant: Variant, repository: Path, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
+def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
     """The variant's servers, ready; several servers get an Envoy before them.
 
     Args:
         variant: what to serve.
-        repository: models that the variant changes.
         model: the checkpoint.
-        folder: gets logs.
+        folder: gets logs, and what the variant changes.
         mps: whether each server runs under a CUDA MPS daemon of its own.
 
     Raises:
-        ServerError: a server does not start.
+        ServerError: a server does not start, has ended by itself, or does not stop.
         BalancerError: several servers, and no Envoy to put before them.
     """
+    profile = folder / "profile.yaml"
+    profile.write_text(yaml.safe_dump(dict(variant.profile.changes)), encoding="utf-8")
+    options = ["--model", str(model), "--mps" if mps else "--no-mps"]
+    if variant.profile.changes:
+        options += ["--profile", str(profile)]
+    logs = [folder / f"server-{number}.log" for number in range(variant.replicas)]
     with ExitStack() as stack:
-        servers, gpus = [], visible_gpus(os.environ)
-        for number in range(variant.replicas):
-            config = ServerConfig(
-                repository,
-                model=str(model),
-                profile=variant.profile,
-                log_path=folder / f"server-{number}.log",
-                mps=mps,
-                placement=variant.placement or dict.fromkeys(STAGES, number if gpus else 0),
-            )
-            server = Supervisor(config)
-            stack.callback(server.stop)
-            server.start()
-            servers.append(server)
-        for server in servers:
-            server.wait_ready()
-        url = servers[0].grpc_url
-        if len(servers) > 1:
-            url, _ = stack.enter_context(run_envoy(on_loopback([server.grpc_url for server in servers]), folder))
-        yield Served(url, f"http://{servers[0].metrics_url}/metrics", folder)
+        started = [
+            stack.enter_context(server(variant.checkout, [*options, "--gpus", _gpus(variant, number)], log))
+            for number, log in enumerate(logs)
+        ]
+        ready = [wait_ready(process, log) for process, log in zip(started, logs, strict=True)]
+        url = ready[0]["grpc"]
+        if len(ready) > 1:
+            url, _ = stack.enter_context(run_envoy(on_loopback([each["grpc"] for each in ready]), folder))
+        yield Served(url, f"http://{ready[0]['metrics']}/metrics", folder)
+
+
+def _gpus(variant: Variant, number: int) -> str:
+    """The GPU of each stage of a server, as its option has them."""
+    alone = dict.fromkeys(STAGES, number if visible_gpus(os.environ) else 0)
+    return ",".join(f"{stage}={gpu}" for stage, gpu in (variant.placement or alone).items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of a comparison: the shipped model repository under a profile, on one server or several, under loads."""
+"""Variants of a comparison: a checkout's model repository under a profile, on one server or several, under loads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from triton_omni.core.profile import NO_PROFILE, Changes, Profile, load_profile,
 from triton_omni.core.settings import SettingsError, describe_validation
 from triton_omni.supervisor.served_repository import parse_placement
 
+from .server import HERE, Checkout, parse_checkout
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -23,6 +25,7 @@ class _Variant(Changes):
 
     profile: str | None = None
     """What goes before is this variant's own."""
+    checkout: Annotated[Checkout, BeforeValidator(parse_checkout)] = HERE
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = Field(default_factory=dict)
     bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
@@ -36,6 +39,8 @@ class Variant:
     """Also of its folder in the output."""
     profile: Profile = NO_PROFILE
     """What differs from the models' `stage.yaml`."""
+    checkout: Checkout = HERE
+    """Whose code and models are served."""
     replicas: int = 1
     """Servers, each on a GPU of its own."""
     placement: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +87,7 @@ def _split(name: str, options: str) -> tuple[str, ...]:
 
 def parse_variant(text: str) -> Variant:
     """`NAME`, or `NAME={"profile": "small", "thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N,
-    "gpus": "token2wav=1", "bench": "--rate 2"}`.
+    "gpus": "token2wav=1", "checkout": "../before", "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -95,7 +100,7 @@ def parse_variant(text: str) -> Variant:
         raise ValueError(f"{name}: {describe_validation(error, _Variant)}") from error
     if found.gpus and found.replicas > 1:
         raise ValueError(f"{name}: gpus: each of several replicas is on a GPU of its own; leave one of the two out")
-    return Variant(name, _profile(name, found), found.replicas, found.gpus, found.bench)
+    return Variant(name, _profile(name, found), found.checkout, found.replicas, found.gpus, found.bench)
 
 
 def _profile(name: str, found: _Variant) -> Profile:

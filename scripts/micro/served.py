@@ -20,7 +20,7 @@ from triton_omni_client.bench.hops import Hops, growth, read_stages
 
 from .figures import OURS, READY, milliseconds
 from .plan import Plan, repeated
-from .replies import MODELS, ONE_TOKEN, chat, chat_of, parameters, reply_figures
+from .replies import ONE_TOKEN, chat, chat_of, parameters, reply_figures
 
 
 class NoAccountError(RuntimeError):
@@ -31,7 +31,7 @@ def served(plan: Plan, _at: torch.device) -> Iterator[Mapping[str, Any]]:
     """Start a server, without MPS as the stages of `pipeline` run, and time replies of it."""
     with (
         tempfile.TemporaryDirectory(prefix="micro-served-") as folder,
-        serving(Variant("served"), MODELS, Path(plan.model), Path(folder), mps=False) as server,
+        serving(Variant("served"), Path(plan.model), Path(folder), mps=False) as server,
         OmniClient(server.grpc_url) as client,
     ):
         yield READY

@@ -19,6 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from checkouts import make_checkout
 from triton_omni.core.profile import load_profile
 from triton_omni_client import cli
 from triton_omni_client.evaluate.options import OFFLINE, parse_setting
@@ -56,6 +57,13 @@ def recorded(tmp_path: Path) -> Recorded:
 
 
 @pytest.fixture
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another checkout, to measure beside this one."""
+    monkeypatch.setenv("BEFORE", str(tmp_path / "before"))
+    return make_checkout(tmp_path / "before")
+
+
+@pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     return importlib.import_module
@@ -67,6 +75,7 @@ def parsed(app: typer.Typer, arguments: list[str]) -> dict[str, Any]:
     return context.params
 
 
+@pytest.mark.usefixtures("before")
 def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script: Any) -> None:
     code, said, commands = recorded.run(str(recorded.folder / "out"))
     assert (code, said.splitlines()[-1]) == (1, "not all measured: numbers fp8 small memory")
@@ -86,7 +95,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         ("micro", 1),
         ("compare", 10),
         ("micro", 3),
-        ("compare", 3),
+        ("compare", 4),
     ]
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
@@ -229,6 +238,41 @@ def test_caches_are_served_several_times_by_turns(
         for name, settings in (("plain", {"thinker": off, "talker": off}), ("shipped", {}))
     ]
     assert together == [str(ROOT / "scripts" / "over_starts.py"), str(parameters["out"])]
+
+
+def test_two_checkouts_are_served_by_turns(
+    recorded: Recorded, script: Any, before: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STARTS", "2 5")
+    _, _, (command, together) = recorded.run(str(recorded.folder / "out"), "turns")
+    app = typer.Typer()
+    app.command()(script("compare.__main__").main)
+    parameters = parsed(app, command[1:])
+    variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
+    assert [(each.name, each.checkout.root) for each in variants] == [
+        ("before.2", before),
+        ("now.2", ROOT),
+        ("before.5", before),
+        ("now.5", ROOT),
+    ]
+    bench = typer.main.get_command(cli.app).get_command(None, "bench")
+    asked = [
+        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
+    ]
+    assert [(one["concurrency"], one["listen"], one["crowds"]) for one in asked[:4]] == [
+        ("1", False, False),
+        ("32", False, False),
+        ("32", True, False),
+        ("32", False, True),
+    ]
+    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(parameters["out"])]
+
+
+def test_turns_without_another_checkout_are_refused(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BEFORE", raising=False)
+    code, said, commands = recorded.run(str(recorded.folder / "out"), "turns")
+    assert (code, commands) == (1, [])
+    assert said.startswith("turns: BEFORE is not set: set it to another checkout, after ./build.sh setup there\n")
 
 
 def test_presets_are_asked_by_more_listeners_than_are_shipped_for(recorded: Recorded, script: Any) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-import yaml
 from rich.console import Console
 
 from triton_omni.core.profile import load_profile
@@ -60,6 +59,7 @@ def test_a_variant_may_be_asked_for_more_than_others(compare):
         ('x={"profile": "smal"}', "x: profile: 'smal' is neither a profile (small) nor a file"),
         ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
         ('x={"gpus": "token2wav"}', "x: gpus: token2wav: '' is no number of a GPU"),
+        ('x={"checkout": "/nowhere"}', "x: checkout: /nowhere is no checkout of this repository"),
         ('x={"gpus": "token2wav=1", "replicas": 2}', "x: gpus: each of several replicas is on a GPU of its own"),
         ("""x={"bench": "--prompts 'a"}""", "x: bench: No closing quotation"),
     ],
@@ -79,18 +79,10 @@ def test_what_a_variant_changes_goes_before_what_its_profile_does(compare):
     }
 
 
-def test_a_variant_s_folder_tells_what_it_changes(compare, tmp_path):
-    variants, program = compare("variants"), compare("__main__")
-    chosen = [variants.parse_variant(text) for text in ("shipped", 'x={"talker": {"engine": {"max_num_seqs": 8}}}')]
-    program._lay_out(chosen, ROOT / "model_repository", tmp_path / "out")
-    told = [yaml.safe_load((tmp_path / "out" / name / "profile.yaml").read_text()) for name in ("shipped", "x")]
-    assert told == [{}, {"talker": {"engine": {"max_num_seqs": 8}}}]
-
-
 def test_settings_that_a_stage_does_not_take_are_refused_before_anything_is_made(compare, tmp_path):
     chosen = [compare("variants").parse_variant(text) for text in ("shipped", 'x={"token2wav": {"solver": "euler"}}')]
     with pytest.raises(typer.BadParameter, match=r"^x over .*token2wav/1/stage\.yaml: solver: unknown key"):
-        compare("__main__")._lay_out(chosen, ROOT / "model_repository", tmp_path / "out")
+        compare("__main__")._lay_out(chosen, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
