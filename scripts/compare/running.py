@@ -74,7 +74,7 @@ def _run(program: Program, served: Served, options: Sequence[str], report: Path)
 
 @contextmanager
 def serving(variant: Variant, repository: Path, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
-    """The variant's servers, ready; several servers get an Envoy before them.
+    """The variant's servers, ready; several servers, or one with a balancer, get an Envoy before them.
 
     Args:
         variant: what to serve.
@@ -85,7 +85,7 @@ def serving(variant: Variant, repository: Path, model: Path, folder: Path, *, mp
 
     Raises:
         ServerError: a server does not start.
-        BalancerError: several servers, and no Envoy to put before them.
+        BalancerError: there is no Envoy to put before them.
     """
     with ExitStack() as stack:
         servers, gpus = [], visible_gpus(os.environ)
@@ -105,6 +105,6 @@ def serving(variant: Variant, repository: Path, model: Path, folder: Path, *, mp
         for server in servers:
             server.wait_ready()
         url = servers[0].grpc_url
-        if len(servers) > 1:
+        if variant.balancer or len(servers) > 1:
             url, _ = stack.enter_context(run_envoy(on_loopback([server.grpc_url for server in servers]), folder))
         yield Served(url, f"http://{servers[0].metrics_url}/metrics", folder)

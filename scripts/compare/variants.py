@@ -25,6 +25,7 @@ class _Variant(Changes):
     """What goes before is this variant's own."""
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = Field(default_factory=dict)
+    balancer: bool = False
     bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
 
 
@@ -40,6 +41,8 @@ class Variant:
     """Servers, each on a GPU of its own."""
     placement: Mapping[str, int] = field(default_factory=dict)
     """GPU of each stage of a single server; empty = the first that is free."""
+    balancer: bool = False
+    """Envoy goes before a single server, too."""
     options: tuple[str, ...] = ()
     """Options of each load, after those that all variants have."""
 
@@ -82,7 +85,7 @@ def _split(name: str, options: str) -> tuple[str, ...]:
 
 def parse_variant(text: str) -> Variant:
     """`NAME`, or `NAME={"profile": "small", "thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N,
-    "gpus": "token2wav=1", "bench": "--rate 2"}`.
+    "gpus": "token2wav=1", "balancer": true, "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -95,7 +98,7 @@ def parse_variant(text: str) -> Variant:
         raise ValueError(f"{name}: {describe_validation(error, _Variant)}") from error
     if found.gpus and found.replicas > 1:
         raise ValueError(f"{name}: gpus: each of several replicas is on a GPU of its own; leave one of the two out")
-    return Variant(name, _profile(name, found), found.replicas, found.gpus, found.bench)
+    return Variant(name, _profile(name, found), found.replicas, found.gpus, found.balancer, found.bench)
 
 
 def _profile(name: str, found: _Variant) -> Profile:
