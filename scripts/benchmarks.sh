@@ -5,11 +5,12 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to ten minutes, `numbers`, `listeners`, `caches`, `apart` and `turns` longer.
-# `apart` needs two GPUs, `turns` BEFORE: another checkout, after `./build.sh setup` there.
+# After `./build.sh setup`. A part takes two to forty minutes, `apart` three hours and two GPUs. `turns` needs BEFORE: another
+# checkout, after `./build.sh setup` there.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
-# of random weights. STARTS ("1 2 3"), PRESETS ("reference fast") and SIZES ("7b 3b"): a share of `caches` and
-# `turns`, of `presets` and `many`, of `fp8`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
+# of random weights. RUNS (3; 5 where a part says so): how often each load, stage alone, or start is measured. PRESETS
+# ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped with-envoy apart replicas"): a share of what is measured of
+# presets, of `fp8`, of `apart`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
@@ -24,11 +25,27 @@ compare() { # compare PART SIZE OPTIONS...: served variants, each request 100 to
         --fixed-lengths --prompt-tokens 100 --system "" --max-tokens 150 --talker-max-tokens 1000
 }
 
-micro() { # micro PART SIZE OPTIONS...: stages alone
-    local part=$1 size=$2
+micro() { # micro PART SIZE OPTIONS...: stages alone, RUNS times
+    local part=$1 size=$2 run
     shift 2
     mkdir -p "$OUT/${part%/*}"
-    "$PYTHON" "$ROOT/scripts/micro" --random-weights "$size" -o "$OUT/$part.json" "$@"
+    for ((run = 1; run <= ${RUNS:-3}; run++)); do
+        "$PYTHON" "$ROOT/scripts/micro" --random-weights "$size" -o "$OUT/$part.$run.json" "$@" || return
+    done
+}
+
+several() { # several --load|--variant NAME[=WHAT]...: adds each to `asked` RUNS times: as runs of one start, or as starts
+    local option=$1 run each
+    shift
+    for ((run = 1; run <= ${RUNS:-3}; run++)); do
+        for each in "$@"; do
+            asked+=("$option" "${each%%=*}.$run${each#"${each%%=*}"}")
+        done
+    done
+}
+
+summary() { # summary PART: medians and ranges; figures for docs/gpu-runs into OUT/PART.json
+    "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/$1" -o "$OUT/$1.json"
 }
 
 ONE='one=--concurrency 1 --requests 8'
@@ -37,20 +54,21 @@ TOGETHER='together=--concurrency 32 --requests 96'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
 LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
 
-part_numbers() { # the ten numbers of docs/benchmarks.md, three runs of each by one start
-    local run loads=() ones=()
-    for run in 1 2 3; do
-        ones+=(--load "one.$run=--concurrency 1 --requests 8")
-        loads+=(--load "together.$run=--concurrency 32 --requests 96"
-            --load "listeners.$run=--concurrency 32 --requests 96 --ramp-up 20 --listen")
-    done
-    compare numbers/7b 7b --variant '7b={}' "${ones[@]}" "${loads[@]}" || return
-    for run in 1 2 3; do
-        micro "numbers/alone/7b/steps.$run" 7b --only thinker,thinker-vllm --steps 60 &&
-            micro "numbers/alone/7b/window.$run" 7b --only token2wav-windows || return
-    done
-    compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}" &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/numbers" -o "$OUT/numbers.json"
+listen() { # listen PLACES: a load of so many who hear replies of 20 s: three each up to 128, or two each where that is more
+    local replies=$((3 * $1))
+    ((replies <= 128)) || replies=$(($1 > 64 ? 2 * $1 : 128))
+    echo "listeners-$1=--concurrency $1 --requests $replies --ramp-up 20 --listen --warm-up 0"
+}
+
+part_numbers() { # the ten numbers of docs/benchmarks.md, runs of each by one start
+    local ones asked=()
+    several --load "$ONE"
+    ones=("${asked[@]}")
+    several --load "$TOGETHER" "$LISTENERS"
+    compare numbers/7b 7b --variant '7b={}' "${asked[@]}" &&
+        micro numbers/alone/7b/steps 7b --only thinker,thinker-vllm --steps 60 &&
+        micro numbers/alone/7b/window 7b --only token2wav-windows &&
+        compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}" && summary numbers
 }
 
 part_served() {
@@ -65,16 +83,14 @@ part_crowds() { # replies of 6 s
         --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300'
 }
 
-part_rules() { # each rule of a shared GPU switched off, measured five times
-    local run loads=()
-    for run in 1 2 3 4 5; do
-        loads+=(--load "one-$run=--concurrency 1 --requests 3 --talker-max-tokens 60"
-            --load "together-$run=--concurrency 32 --requests 48 --talker-max-tokens 300")
-    done
+part_rules() { # each rule of a shared GPU switched off; five runs
+    local asked=()
+    RUNS=${RUNS:-5} several --load 'one=--concurrency 1 --requests 3 --talker-max-tokens 60' \
+        'together=--concurrency 32 --requests 48 --talker-max-tokens 300'
     compare rules 7b --variant shipped --variant 'no-claim={"token2wav": {"policy": {"claim_ms": 0}}}' \
         --variant 'no-pause={"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}' \
         --variant 'no-gathering={"token2wav": {"policy": {"gather_ms": 0}}}' \
-        --variant 'no-urgent-batch={"token2wav": {"policy": {"enough_sound_ms": 0}}}' "${loads[@]}"
+        --variant 'no-urgent-batch={"token2wav": {"policy": {"enough_sound_ms": 0}}}' "${asked[@]}" && summary rules
 }
 
 part_plans() {
@@ -82,17 +98,14 @@ part_plans() {
         --variant "$LOW_LATENCY" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
 }
 
-part_fp8() { # one stream of 6 s replies three times, 7B and 3B
-    local size run variants=() loads=() fp8='"thinker": {"quantization": "fp8"}'
-    variants=(--variant shipped --variant "fp8={$fp8}" --variant "$LOW_LATENCY"
-        --variant "fp8_low_latency={$fp8, \"token2wav\": {\"plan\": \"low_latency\"}}")
-    for run in 1 2 3; do
-        loads+=(--load "one.$run=--concurrency 1 --requests 8 --talker-max-tokens 300")
-    done
+part_fp8() { # one stream of 6 s replies, 7B and 3B
+    local size asked=() fp8='"thinker": {"quantization": "fp8"}' plan='"token2wav": {"plan": "low_latency"}'
+    several --load 'one=--concurrency 1 --requests 8 --talker-max-tokens 300'
     for size in ${SIZES:-7b 3b}; do
-        compare "fp8/$size" "$size" "${variants[@]}" "${loads[@]}" &&
-            "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/fp8/$size" || return
+        compare "fp8/$size" "$size" --variant "$size" --variant "$size-fp8={$fp8}" \
+            --variant "$size-low_latency={$plan}" --variant "$size-fp8_low_latency={$fp8, $plan}" "${asked[@]}" || return
     done
+    summary fp8
 }
 
 part_small() {
@@ -101,14 +114,15 @@ part_small() {
 }
 
 part_steps() {
-    micro steps/steady 7b --only thinker,thinker-vllm,talker --steps 60 &&
-        micro steps/small 3b --only thinker,thinker-vllm,talker --steps 60 &&
-        micro steps/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode &&
-        micro steps/fp8 7b --only thinker,thinker-vllm --steps 60 --quantization fp8
+    micro steps/7b/steady 7b --only thinker,thinker-vllm,talker --steps 60 &&
+        micro steps/3b/steady 3b --only thinker,thinker-vllm,talker --steps 60 &&
+        micro steps/7b/anew 7b --only thinker,thinker-vllm --steps 60 --no-steady-decode &&
+        micro steps/7b/fp8 7b --only thinker,thinker-vllm --steps 60 --quantization fp8 && summary steps
 }
 
 part_windows() {
-    micro windows/windows 7b --only token2wav-windows,token2wav-quality,token2wav-kernels,seeds
+    micro windows/7b/windows 7b --only token2wav-windows && summary windows &&
+        RUNS=1 micro windows/7b/others 7b --only token2wav-quality,token2wav-kernels,seeds
 }
 
 part_whole() {
@@ -127,11 +141,14 @@ part_triton() {
     micro triton/triton 7b --only pipeline,served
 }
 
-part_prompts() { # first audio against the length of the prompt
-    compare prompts 7b --variant shipped --load '100=--concurrency 1 --requests 8' \
-        --load '1k=--concurrency 1 --requests 8 --prompt-tokens 1000' \
-        --load '8k=--concurrency 1 --requests 8 --prompt-tokens 8000' \
-        --load '16k=--concurrency 1 --requests 8 --prompt-tokens 16000'
+part_prompts() { # first audio against the length of the prompt; together, with prompts of 220 tokens, five runs
+    local length asked=() loads=()
+    for length in 100 1000 8000 16000; do
+        loads+=("prompt-$length=--concurrency 1 --requests 8 --prompt-tokens $length")
+    done
+    several --load "${loads[@]}"
+    RUNS=${RUNS:-5} several --load 'together-220=--concurrency 32 --requests 96 --prompt-tokens 220'
+    compare prompts 7b --variant shipped "${asked[@]}" && summary prompts
 }
 
 ROOM='"engine": {"kv_cache_tokens": 294912}' # 32 conversations of 8,400 tokens
@@ -139,21 +156,19 @@ CACHED="cached={\"thinker\": {$ROOM}, \"talker\": {$ROOM}}"
 PLAIN="plain={\"thinker\": {\"prefix_caching\": false, $ROOM}, \"talker\": {\"prefix_caching\": false, $ROOM}}"
 
 part_conversations() { # ten turns with two photos and ten seconds of sound; single requests of 6 s beside them
-    local folder="$OUT/conversations" turns run loads=()
+    local folder="$OUT/conversations" turns asked=()
     mkdir -p "$folder"
     "$PYTHON" -c "from PIL import Image; import numpy, soundfile; \
         Image.effect_noise((1024, 768), 64).convert('RGB').save('$folder/first.jpg'); \
         Image.effect_noise((1024, 768), 96).convert('RGB').save('$folder/second.jpg'); \
         soundfile.write('$folder/sound.wav', numpy.random.default_rng(0).normal(0, 0.1, 160000), 16000)" || return
-    for run in 1 2 3; do
-        loads+=(--load "one-$run=--concurrency 1 --requests 4 --talker-max-tokens 300"
-            --load "together-$run=--concurrency 32 --requests 64 --talker-max-tokens 300"
-            --load "crowd-$run=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300")
-    done
+    several --load 'one=--concurrency 1 --requests 4 --talker-max-tokens 300' \
+        'together=--concurrency 32 --requests 64 --talker-max-tokens 300' \
+        'crowd=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300'
     turns="--conversation 10 --prompt-tokens 570 --max-tokens 30 --talker-max-tokens 150 --warm-up 1"
     turns="$turns --image '$folder/first.jpg' --image '$folder/second.jpg' --audio '$folder/sound.wav'"
     compare conversations/turns 7b --variant "$PLAIN" --variant "$CACHED" \
-        "${loads[@]}" --load "alone=$turns --concurrency 1 --requests 3" \
+        "${asked[@]}" --load "alone=$turns --concurrency 1 --requests 3" \
         --load "many=$turns --concurrency 32 --requests 32 --ramp-up 10 --listen"
 }
 
@@ -174,75 +189,71 @@ part_speech() { # questions of 2 and 30 s, sent whole and while they are spoken
         --fixed-lengths --system "" --max-tokens 30 --talker-max-tokens 100
 }
 
-part_listeners() { # first audio against the number of listeners, who hear replies of 6 s
-    local places loads=()
-    for places in 1 4 8 16 32 48 64; do
-        loads+=(--load "listeners-$places=--concurrency $places --requests $((3 * places + 2)) --talker-max-tokens 300")
-    done
-    compare listeners 7b --variant 'shipped={"bench": "--ramp-up 6 --listen --warm-up 0"}' "${loads[@]}"
-}
-
-part_caches() { # requests without a salt, with the caches and without, each served several times
-    local start variants=() off='{"prefix_caching": false}' short='--talker-max-tokens 300'
-    for start in ${STARTS:-1 2 3}; do
-        variants+=(--variant "plain.$start={\"thinker\": $off, \"talker\": $off}" --variant "shipped.$start")
-    done
-    compare caches 7b "${variants[@]}" --load "one.1=--concurrency 1 --requests 10 $short" \
+part_caches() { # requests without a salt, with the caches and without, several starts
+    local asked=() off='{"prefix_caching": false}' short='--talker-max-tokens 300'
+    several --variant "plain={\"thinker\": $off, \"talker\": $off}" shipped
+    compare caches 7b "${asked[@]}" --load "one.1=--concurrency 1 --requests 10 $short" \
         --load "one.2=--concurrency 1 --requests 10 $short" --load "together.1=--concurrency 32 --requests 32 $short" &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/caches"
+        summary caches
 }
 
-listeners() { # listeners PLACES...: adds to `loads` so many who hear replies of 20 s
-    local places
-    for places in "$@"; do
-        loads+=(--load "listeners-$places=--concurrency $places --requests $((2 * places)) --ramp-up 20 --listen --warm-up 0")
-    done
-}
-
-presets() { # presets PART STAGES TOKEN2WAV PLACES...: listeners of replies of 20 s, for each preset
-    local part=$1 stages=$2 streams=$3 preset variants=() loads=()
+presets() { # presets PART STAGES TOKEN2WAV LOADS...: the loads of each preset; three parts have 1 to 128 listeners
+    local part=$1 stages=$2 streams=$3 preset asked=()
     shift 3
     for preset in ${PRESETS:-reference fast}; do
-        variants+=(--variant "$preset={$stages \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
+        asked+=(--variant "$preset={$stages \"token2wav\": {$streams \"plan\": \"balanced\", \"preset\": \"$preset\"}}")
     done
-    listeners "$@"
-    compare "$part" 7b "${variants[@]}" --load 'together=--concurrency 32 --requests 64' "${loads[@]}" &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/$part"
+    several --load "$@"
+    compare "$part" 7b "${asked[@]}" && summary "$part"
+}
+
+part_listeners() { # few listeners
+    presets listeners '' '' "$(listen 1)" "$(listen 4)" "$(listen 8)" "$(listen 16)"
 }
 
 part_presets() { # evaluations of the flow against listeners that hear no gap
-    presets presets '' '' 32 48 64
+    presets presets '' '' "$TOGETHER" "$(listen 32)" "$(listen 48)" "$(listen 64)"
 }
 
 CROWD='{"max_sessions": 128, "engine": {"max_num_seqs": 128, "kv_cache_tokens": 262208}}' # room for 128 streams
 
 part_many() { # the same with room for 128 streams
-    presets many "\"thinker\": $CROWD, \"talker\": $CROWD," '"max_streams": 128,' 96 128
+    presets many "\"thinker\": $CROWD, \"talker\": $CROWD," '"max_streams": 128,' "$(listen 96)" "$(listen 128)"
 }
 
 part_realtime() { # sessions of a gateway before a server, 1 and 32
     mkdir -p "$OUT/realtime"
-    "$PYTHON" "$ROOT/scripts/realtime_served.py" --model "${MODEL:-random:7b}" --mps -o "$OUT/realtime/realtime.json"
+    "$PYTHON" "$ROOT/scripts/realtime_served.py" --model "${MODEL:-random:7b}" --mps --runs "${RUNS:-3}" \
+        -o "$OUT/realtime/realtime.json"
 }
 
-part_crowd_time() { # where each stage's time goes with 32 and 48 listeners of replies of 6 s
-    local places loads=() reports=()
+part_crowd_time() { # where each stage's time goes with 32 and 48 listeners of replies of 20 s
     mkdir -p "$OUT/crowd_time"
-    for places in 32 48; do
-        loads+=(--load "listeners-$places=--concurrency $places --requests $((3 * places + 2)) --talker-max-tokens 300")
-        reports+=("$OUT/crowd_time/served/shipped/listeners-$places.json")
-    done
-    compare crowd_time/served 7b --variant 'shipped={"bench": "--ramp-up 6 --listen --warm-up 0"}' "${loads[@]}" &&
-        "$PYTHON" "$ROOT/scripts/stage_time.py" "${reports[@]}" | tee "$OUT/crowd_time/stage_time.md"
+    compare crowd_time/served 7b --variant shipped --load "$(listen 32)" --load "$(listen 48)" &&
+        "$PYTHON" "$ROOT/scripts/stage_time.py" "$OUT"/crowd_time/served/shipped/listeners-{32,48}.json |
+        tee "$OUT/crowd_time/stage_time.md"
 }
 
-part_apart() { # one GPU, token2wav on another one, two replicas
-    local room="\"thinker\": $CROWD, \"talker\": $CROWD, \"token2wav\": {\"max_streams\": 128}"
-    local loads=(--load "$ONE" --load "$TOGETHER")
-    listeners 64 96 128
-    compare apart 7b --variant "shipped={$room}" --variant "apart={$room, \"gpus\": \"token2wav=1\"}" \
-        --variant "replicas={$room, \"replicas\": 2}" "${loads[@]}" &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/apart"
+part_apart() { # one GPU, alone and after Envoy, token2wav on another one, two replicas: for each preset
+    local room="\"thinker\": $CROWD, \"talker\": $CROWD" streams='"max_streams": 128'
+    local preset variant own places loads=("$ONE" "$TOGETHER") asked=()
+    for variant in ${VARIANTS:-shipped with-envoy apart replicas}; do
+        case $variant in
+            shipped) own= ;;
+            with-envoy) own=', "balancer": true' ;;
+            apart) own=', "gpus": "token2wav=1"' ;;
+            replicas) own=', "replicas": 2' ;;
+            *) echo "VARIANTS: '$variant' is none of apart's: shipped with-envoy apart replicas" >&2 && return 2 ;;
+        esac
+        for preset in ${PRESETS:-reference fast}; do
+            asked+=(--variant "$variant-$preset={$room, \"token2wav\": {$streams, \"preset\": \"$preset\"}$own}")
+        done
+    done
+    for places in 32 48 64 96 128; do
+        loads+=("$(listen "$places")")
+    done
+    several --load "${loads[@]}"
+    compare apart 7b "${asked[@]}" && summary apart
 }
 
 part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against whole replies at ten points in float32
@@ -259,20 +270,30 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
 }
 
 part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and served
-    micro four_bit/plain 7b --only thinker --steps 60 &&
-        micro four_bit/awq 7b-awq --only thinker,thinker-vllm --steps 60 &&
-        micro four_bit/gptq 7b-gptq --only thinker --steps 60 &&
-        compare four_bit/served 7b-awq --variant shipped --load "$ONE" --load "$TOGETHER"
+    local asked=()
+    several --load "$ONE" "$TOGETHER"
+    micro four_bit/alone/plain 7b --only thinker --steps 60 &&
+        micro four_bit/alone/awq 7b-awq --only thinker,thinker-vllm --steps 60 &&
+        micro four_bit/alone/gptq 7b-gptq --only thinker --steps 60 &&
+        compare four_bit/served 7b-awq --variant 7b-awq "${asked[@]}" && summary four_bit
 }
 
-part_memory() { # the profile `small` where no more memory is free, and the largest photo that it takes
-    local photo="$OUT/memory/photo.jpg" failed=0
+memory() { # memory SIZE GIB VARIANT: starts where so much is free, and the largest photo that `small` takes
+    local asked=()
+    several --variant "$3"
+    compare "memory/${3%%=*}" "$1" --memory "$2" "${asked[@]}" --load "$ONE" --load "$EIGHT" --load \
+        "photo=--concurrency 1 --requests 4 --image '$OUT/memory/photo.jpg' --max-tokens 30 --talker-max-tokens 100"
+}
+
+part_memory() { # 7B as shipped, which needs less than 70 GiB, and the profile `small` where no more memory is free
+    local failed=0
     mkdir -p "$OUT/memory"
-    "$PYTHON" -c "from PIL import Image; Image.effect_noise((2688, 2240), 64).convert('RGB').save('$photo')" || return
-    set -- --variant 'small={"profile": "small"}' --load "$ONE" --load "$EIGHT" --load \
-        "photo=--concurrency 1 --requests 4 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
-    compare memory/7b 7b-awq --memory 22 "$@" || failed=1
-    compare memory/3b 3b --memory 20 "$@" || failed=1
+    "$PYTHON" -c "from PIL import Image; \
+        Image.effect_noise((2688, 2240), 64).convert('RGB').save('$OUT/memory/photo.jpg')" || return
+    memory 7b 70 shipped-7b || failed=1
+    memory 7b-awq 22 'small-7b={"profile": "small"}' || failed=1
+    memory 3b 20 'small-3b={"profile": "small"}' || failed=1
+    summary memory || failed=1
     return "$failed"
 }
 
@@ -280,17 +301,14 @@ part_turns() { # this checkout and the one in BEFORE, each served several times
     [[ -n ${BEFORE:-} ]] || {
         echo "turns: BEFORE is not set: set it to another checkout, after ./build.sh setup there" >&2 && return 1
     }
-    local start variants=()
-    for start in ${STARTS:-1 2 3}; do
-        variants+=(--variant "before.$start={\"checkout\": \"$BEFORE\"}" --variant "now.$start")
-    done
-    compare turns 7b "${variants[@]}" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS" \
-        --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300' &&
-        "$PYTHON" "$ROOT/scripts/over_starts.py" "$OUT/turns"
+    local asked=()
+    several --variant "before={\"checkout\": \"$BEFORE\"}" now
+    compare turns 7b "${asked[@]}" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS" \
+        --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300' && summary turns
 }
 
 usage() {
-    sed -n '3,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '3,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     echo "Parts: ${PARTS[*]}"
 }
 
@@ -302,6 +320,7 @@ main() {
     shift
     (($# > 0)) || set -- "${PARTS[@]}"
     local part
+    [[ ${RUNS:-3} =~ ^[1-9][0-9]*$ ]] || { echo "RUNS: '$RUNS' is no number of runs, such as 3" >&2 && exit 2; }
     for part in "$@"; do
         [[ " ${PARTS[*]} " == *" $part "* ]] || { echo "no part is named '$part': ${PARTS[*]}" >&2 && exit 2; }
         [[ ! -e $OUT/$part ]] || { echo "$OUT/$part exists already" >&2 && exit 2; }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the reports of a part of `scripts/benchmarks.sh` together: median and range of each figure over starts and runs.
+"""Puts reports of parts of `scripts/benchmarks.sh` together: median and range of each figure over starts and runs.
 
-    python scripts/over_starts.py out/caches other/caches [-o figures.json]
+    python scripts/over_starts.py out/presets other/presets out/many [-o figures.json]
 
-Reports of `scripts/compare` and `scripts/micro` lie anywhere under the folders, as `VARIANT/LOAD.json`. Variants
-`plain.1` and `plain.2` are starts of `plain`, loads `one.1` and `one.2` runs of `one`.
+A folder is named as its part. Reports of `scripts/compare` and `scripts/micro` lie anywhere under it, as
+`VARIANT/LOAD.json`. Variants `plain.1` and `plain.2` are starts of `plain`, loads `one.1` and `one.2` runs of `one`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from markdown_table import table
 
+from triton_omni_client.bench.nvml import STAGES
+
 _NUMBER: Final = re.compile(r"\.\d+$")
+_OURS: Final = "triton-omni"
 
 
 class Kind(NamedTuple):
-    """A figure: its unit, and how a run of a server's report, or a report of stages alone, tells it; None where it does
-    not.
+    """A figure: its unit, and how a run of a report by bench, or a report of stages alone or of memory, tells it; None
+    where it does not.
     """
 
     unit: str
@@ -41,6 +44,10 @@ def _milliseconds(name: str, percentile: str) -> Kind:
     return Kind("ms", told)
 
 
+def _without_underrun(run: Any) -> float:
+    return float(run["summary"]["completed"] - (run["summary"]["requests_with_underruns"] or 0))
+
+
 def _handover(run: Any) -> float | None:
     """Both hops; None where the metrics were not read."""
     hops = [hop["arrived"]["p50_s"] for hop in run.get("hops", {}).values()]
@@ -48,13 +55,17 @@ def _handover(run: Any) -> float | None:
 
 
 def _alone(what: str, value: str, name: str, **parameters: object) -> Callable[[Any], float | None]:
-    """The value of what has this name and these parameters, perhaps among others."""
+    """The value of what of ours has this name and these parameters, perhaps among others."""
 
     def told(report: Any) -> float | None:
-        same = (found for found in report[what] if found["name"] == name)
+        same = (found for found in report[what] if found["name"] == name and found.get("by", _OURS) == _OURS)
         return next((found[value] for found in same if parameters.items() <= found["parameters"].items()), None)
 
     return told
+
+
+def _memory(name: str) -> Kind:
+    return Kind("GiB", lambda report: report["resident"][name])
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -63,17 +74,32 @@ KINDS: Final[Mapping[str, Kind]] = {
     "first_audio_p95": _milliseconds("time_to_first_audio_s", "p95"),
     "real_time_factor_p50": Kind("1", lambda run: run["summary"]["real_time_factor"]["p50"], 3),
     "speech_per_second": Kind("s", lambda run: run["summary"]["audio_seconds_per_s"]),
-    "replies_without_underrun": Kind(
-        "1", lambda run: run["summary"]["completed"] - (run["summary"]["requests_with_underruns"] or 0), 0
-    ),
+    "replies_without_underrun": Kind("1", _without_underrun, 0),
     "requests": Kind("1", lambda run: run["summary"]["requests"], 0),
+    "share_without_underrun": Kind("1", lambda run: _without_underrun(run) / run["summary"]["requests"], 3),
+    "silence": Kind("s", lambda run: run["summary"]["silence_s"], 2),
+    "silence_per_reply": Kind("s", lambda run: run["summary"]["silence_per_request_s"]["mean"], 3),
     "handover_p50": Kind("ms", _handover, 2),
 }
 ALONE: Final[Mapping[str, Kind]] = {
+    "thinker_step_sampled": Kind("ms", _alone("figures", "p50", "thinker_step", batch=1, mode="sampled"), 2),
+    "thinker_step_sampled_32": Kind("ms", _alone("figures", "p50", "thinker_step", batch=32, mode="sampled"), 2),
     "thinker_step_ratio_sampled": Kind("1", _alone("ratios", "ratio", "thinker_step", batch=1, mode="sampled"), 3),
+    "talker_step_sampled": Kind("ms", _alone("figures", "p50", "talker_step", batch=1, mode="sampled"), 2),
+    "talker_step_sampled_32": Kind("ms", _alone("figures", "p50", "talker_step", batch=32, mode="sampled"), 2),
     "window_dit": Kind("ms", _alone("figures", "p50", "token2wav_window_dit", batch=1), 2),
+    # By its evaluations, for reports of states whose windows had no preset.
+    "windows_speech_per_second_reference": Kind(
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, solver="rk4", evaluations=36)
+    ),
+    "windows_speech_per_second_fast": Kind(
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, preset="fast")
+    ),
 }
-EVERY: Final = {**KINDS, **ALONE}
+RESIDENT: Final[Mapping[str, Kind]] = {f"memory_{name}": _memory(name) for name in (*STAGES, "other", "together")}
+EVERY: Final = {**KINDS, **ALONE, **RESIDENT}
+_REPORTS: Final = {"runs": KINDS, "figures": ALONE, "resident": RESIDENT}
+"""Figures of a report by a key that it has; other files have none."""
 
 Figures = Mapping[str, list[float]]
 """Values by `FIGURE/VARIANT/LOAD`, in the order of the reports."""
@@ -85,12 +111,30 @@ def figures(reports: Iterable[Path]) -> Figures:
     for path in reports:
         variant, load = (_NUMBER.sub("", name) for name in (path.parent.name, path.stem))
         report = json.loads(path.read_text(encoding="utf-8"))
-        runs, kinds = (report["runs"], KINDS) if "runs" in report else ([report], ALONE)
-        for run in runs:
+        kinds = next((kinds for key, kinds in _REPORTS.items() if key in report), {})
+        for run in report.get("runs", [report]):
             for name, kind in kinds.items():
                 if (value := kind.of(run)) is not None:
                     found[f"{name}/{variant}/{load}"].append(round(value, kind.digits))
     return found
+
+
+def by_part(folders: Iterable[Path]) -> tuple[Figures, Mapping[str, str]]:
+    """The figures of all reports under folders, and the part of each.
+
+    Raises:
+        typer.BadParameter: there is no report, or two parts have the same figure.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    parts: dict[str, str] = {}
+    for folder in folders:
+        for key, values in figures(sorted(folder.rglob("*/*.json"))).items():
+            if (part := parts.setdefault(key, folder.name)) != folder.name:
+                raise typer.BadParameter(f"{key}: {part} and {folder.name} have it: put one of them together alone")
+            found[key] += values
+    if not found:
+        raise typer.BadParameter(f"no report VARIANT/LOAD.json in {', '.join(map(str, folders))}", param_hint="FOLDERS")
+    return found, parts
 
 
 def summary(found: Figures) -> Iterator[str]:
@@ -119,19 +163,15 @@ def _cell(values: list[float], digits: int) -> str:
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="results of a part")],
+    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="results of parts")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="JSON, as in docs/gpu-runs")] = None,
 ) -> None:
     """Print median and range over starts and runs."""
-    reports = [path for folder in folders for path in sorted(folder.rglob("*/*.json"))]
-    if not reports:
-        raise typer.BadParameter(f"no report VARIANT/LOAD.json in {', '.join(map(str, folders))}", param_hint="FOLDERS")
-    found = figures(reports)
+    found, parts = by_part(folders)
     typer.echo("\n".join(summary(found)))
     if output is not None:
-        part = folders[0].name
         written = {
-            key: {"values": values, "unit": EVERY[key.partition("/")[0]].unit, "part": part}
+            key: {"values": values, "unit": EVERY[key.partition("/")[0]].unit, "part": parts[key]}
             for key, values in found.items()
         }
         output.write_text(json.dumps({"figures": written}, indent=1) + "\n", encoding="utf-8")

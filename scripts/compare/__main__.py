@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from compare.balancer import BalancerError  # noqa: E402
 from compare.memory import MemoryNotHeld, free_memory, used_memory  # noqa: E402
 from compare.running import MeasureFailed, Program, Served, judge, measure, serving  # noqa: E402
 from compare.server import HERE  # noqa: E402
-from compare.table import compared, judged, resident  # noqa: E402
+from compare.table import compared, judged, resident, resident_table  # noqa: E402
 from compare.variants import Load, Variant, parse_load, parse_variant  # noqa: E402
 from triton_omni.core.settings import SettingsError  # noqa: E402
 from triton_omni.supervisor.machine import ServerError  # noqa: E402
@@ -78,7 +79,10 @@ def main(
             measured.add(wanted.name, runs, serving(wanted, checkpoint, out / wanted.name, mps=mps))
     console.print((judged if evaluate else compared)(measured.reports))
     if memory is not None:
-        console.print(resident(measured.reports, before))
+        found = resident(measured.reports, before)
+        console.print(resident_table(found))
+        for name, gib in found.items():
+            (out / name / "resident.json").write_text(json.dumps({"resident": gib}))
     for failure in measured.failures:
         console.print(f"error: {failure}", style="red", markup=False)
     if measured.failures:

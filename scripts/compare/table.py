@@ -39,22 +39,32 @@ def compared(reports: Mapping[tuple[str, str], Any]) -> Table:
     return table
 
 
-def resident(reports: Mapping[tuple[str, str], Any], before: Mapping[str, float]) -> Table:
-    """One line a variant: the most GiB of its loads by stage, of all else (Triton, MPS), and together.
+def resident(reports: Mapping[tuple[str, str], Any], before: Mapping[str, float]) -> Mapping[str, Mapping[str, float]]:
+    """By variant the most GiB of its loads by stage, of all else (`other`: Triton, MPS), and `together`.
 
     Args:
         reports: by variant and load, the JSON of its report.
         before: MiB in use of each GPU (`gpu/0/memory_mib`) before a server started.
     """
+    return {variant: _resident(variant, reports, before) for variant in dict.fromkeys(name for name, _ in reports)}
+
+
+def _resident(variant: str, reports: Mapping[tuple[str, str], Any], before: Mapping[str, float]) -> Mapping[str, float]:
+    found = [run["resources"] for (name, _), report in reports.items() if name == variant for run in report["runs"]]
+    stages = {stage: max(_peak(run, f"stage/{stage}/memory_mib") for run in found) for stage in STAGES}
+    together = max(sum(_peak(run, gpu) - used for gpu, used in before.items()) for run in found)
+    mib = stages | {"other": together - sum(stages.values()), "together": together}
+    return {name: value / 1024 for name, value in mib.items()}
+
+
+def resident_table(found: Mapping[str, Mapping[str, float]]) -> Table:
+    """One line a variant of `resident`."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("GiB", overflow="fold")
     for heading in (*STAGES, "other", "together"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for variant in dict.fromkeys(variant for variant, _ in reports):
-        found = [run["resources"] for (name, _), report in reports.items() if name == variant for run in report["runs"]]
-        stages = [max(_peak(run, f"stage/{stage}/memory_mib") for run in found) for stage in STAGES]
-        together = max(sum(_peak(run, gpu) - used for gpu, used in before.items()) for run in found)
-        table.add_row(variant, *(f"{mib / 1024:.1f}" for mib in (*stages, together - sum(stages), together)))
+    for variant, gib in found.items():
+        table.add_row(variant, *(f"{value:.1f}" for value in gib.values()))
     return table
 
 

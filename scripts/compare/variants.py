@@ -28,6 +28,7 @@ class _Variant(Changes):
     checkout: Annotated[Checkout, BeforeValidator(parse_checkout)] = HERE
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     gpus: Annotated[dict[str, int], BeforeValidator(parse_placement)] = Field(default_factory=dict)
+    balancer: bool = False
     bench: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = ()
 
 
@@ -45,6 +46,8 @@ class Variant:
     """Servers, each on a GPU of its own."""
     placement: Mapping[str, int] = field(default_factory=dict)
     """GPU of each stage of a single server; empty = the first that is free."""
+    balancer: bool = False
+    """Envoy goes before a single server, too."""
     options: tuple[str, ...] = ()
     """Options of each load, after those that all variants have."""
 
@@ -87,7 +90,8 @@ def _split(name: str, options: str) -> tuple[str, ...]:
 
 def parse_variant(text: str) -> Variant:
     """`NAME`, or `NAME={"profile": "small", "thinker": {...}, "talker": {...}, "token2wav": {...}, "replicas": N,
-    "gpus": "token2wav=1", "checkout": "../before", "bench": "--rate 2"}`.
+    "gpus": "token2wav=1", "checkout": "../before", "balancer": true,
+    "bench": "--rate 2"}`.
 
     Raises:
         ValueError: naming what is wrong.
@@ -100,7 +104,8 @@ def parse_variant(text: str) -> Variant:
         raise ValueError(f"{name}: {describe_validation(error, _Variant)}") from error
     if found.gpus and found.replicas > 1:
         raise ValueError(f"{name}: gpus: each of several replicas is on a GPU of its own; leave one of the two out")
-    return Variant(name, _profile(name, found), found.checkout, found.replicas, found.gpus, found.bench)
+    shape = (found.checkout, found.replicas, found.gpus, found.balancer)
+    return Variant(name, _profile(name, found), *shape, found.bench)
 
 
 def _profile(name: str, found: _Variant) -> Profile:

@@ -21,7 +21,7 @@ from triton_omni.token2wav.engine import Token2WavEngine
 
 from .figures import OURS, READY, milliseconds
 from .plan import Plan, synchronize, timed
-from .speech import WindowStreams, window_settings
+from .speech import REFERENCE, WindowStreams, window_settings
 
 SHOWN: Final = 15
 """Kernels that are named, the longest first; all others are one figure."""
@@ -33,7 +33,7 @@ Window = Mapping[str, Sequence[float]]
 
 
 def kernels(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    """Seconds by kernel, RK4, of one window alone and of most streams' windows together, and as a whole."""
+    """Seconds by kernel of one window alone and of most streams' windows together, and as a whole."""
     engine = Token2WavEngine(Path(plan.model), window_settings(plan), at)
     yield READY
     for batch in sorted({1, max(plan.window_batches)}):
@@ -43,7 +43,7 @@ def kernels(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
 
 def _of_batch(engine: Token2WavEngine, plan: Plan, batch: int, at: torch.device) -> Iterator[Mapping[str, Any]]:
     whole, windows = [], []
-    with WindowStreams(engine, plan, batch, "rk4") as streams:
+    with WindowStreams(engine, plan, batch, REFERENCE) as streams:
         for number in range(plan.warm_up_repeats + plan.repeats):
             streams.feed()
             seconds, launches = _profiled(streams, at)

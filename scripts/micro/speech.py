@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch import Tensor
 from triton_omni.checkpoint.config import load_config
 from triton_omni.checkpoint.speakers import load_speakers
 from triton_omni.checkpoint.transformers_setup import prepare_transformers
-from triton_omni.core.settings import StreamingPlan, Token2WavSettings
+from triton_omni.core.settings import DiffusionSettings, Preset, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, StreamOptions
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.networks import Vocoder
-from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Solver, Steps, run_out
+from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Steps, run_out
 from triton_omni.token2wav.sampler import FlowOptions, Window
 
 from .figures import OURS, READY, Metric, milliseconds
@@ -33,8 +33,16 @@ WINDOW = StreamingPlan(chunk_blocks=(3,), look_ahead_blocks=1)
 CODES_A_CHUNK, CODES_AHEAD = 36, 12
 SECONDS_A_WINDOW = 0.72
 FRAMES_A_WINDOW = 96
-POINTS = 10
-"""Points of a window's grid; the solver takes a step between two of them."""
+
+
+def _whole(found: DiffusionSettings) -> Preset:
+    return Preset(solver=found.solver, num_steps=found.points, guidance_scale=found.guidance)
+
+
+PRESETS: Final = {name: _whole(Token2WavSettings().diffusion_of(name, {})) for name in Token2WavSettings().presets}
+"""Presets as shipped, with HF's points and guidance whatever the checkpoint states."""
+REFERENCE: Final = Token2WavSettings().preset
+"""The preset of windows that are timed in parts."""
 
 
 class WrongWorkError(RuntimeError):
@@ -165,9 +173,9 @@ class WindowStreams:
     """Equal streams whose windows fall due together: a step is one window of each, in as many batches as a server with
     such settings would solve them in."""
 
-    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, solver: Solver) -> None:
+    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, preset: str) -> None:
         self._engine, self._plan, self._batch = engine, plan, batch
-        self._options = StreamOptions(mode="streaming", solver=solver, num_steps=POINTS, guidance_scale=0.5)
+        self._options = StreamOptions(mode="streaming", preset=preset)
         self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
 
     def __enter__(self) -> WindowStreams:
@@ -208,32 +216,33 @@ class WindowStreams:
 
 
 def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    """One streaming window by batch and solver: DiT and vocoder apart, the whole step, and the speech a second."""
+    """One streaming window by batch: DiT and vocoder apart; by preset: the whole step, and the speech a second."""
     settings = window_settings(plan)
     engine = TimedEngine(Path(plan.model), settings, at)
     yield READY
     for batch in plan.window_batches:
-        with WindowStreams(engine, plan, batch, "rk4") as streams:
+        with WindowStreams(engine, plan, batch, REFERENCE) as streams:
             dit, vocoder = _halves(engine, streams, plan, at)
-        parameters = {"batch": batch, "solver": "rk4", "evaluations": evaluations("rk4")}
-        yield milliseconds("token2wav_window_dit", OURS, dit, parameters)
+        yield milliseconds("token2wav_window_dit", OURS, dit, {"batch": batch, **flow(REFERENCE)})
         yield milliseconds("token2wav_window_vocoder", OURS, vocoder, {"batch": batch})
     engine.close()
     whole = Token2WavEngine(Path(plan.model), settings, at)
     for batch in plan.window_batches:
-        for solver in EVALUATIONS_A_STEP:
-            with WindowStreams(whole, plan, batch, solver) as streams:
+        for preset in PRESETS:
+            with WindowStreams(whole, plan, batch, preset) as streams:
                 times = _times(streams, plan, at)
-            parameters = {"batch": batch, "solver": solver, "evaluations": evaluations(solver)}
+            parameters = {"batch": batch, **flow(preset)}
             yield milliseconds("token2wav_window", OURS, times, parameters)
             rates = tuple(batch * SECONDS_A_WINDOW / seconds for seconds in times)
             yield Metric("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
     whole.close()
 
 
-def evaluations(solver: Solver) -> int:
-    """Return the number of velocity evaluations for one window."""
-    return EVALUATIONS_A_STEP[solver] * (POINTS - 1)
+def flow(preset: str) -> Mapping[str, Any]:
+    """A preset's name, its solver and the number of velocity evaluations for one window."""
+    found = Token2WavSettings(presets=PRESETS).diffusion_of(preset, {})
+    evaluations = EVALUATIONS_A_STEP[found.solver] * (found.points - 1)
+    return {"preset": preset, "solver": found.solver, "evaluations": evaluations}
 
 
 def window_settings(plan: Plan) -> Token2WavSettings:
@@ -241,6 +250,7 @@ def window_settings(plan: Plan) -> Token2WavSettings:
     return Token2WavSettings(
         plan="micro",
         plans={"micro": WINDOW},
+        presets=PRESETS,
         max_streams=max(plan.window_batches),
         max_batch_frames=plan.batch_frames,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_omni.core.settings import Token2WavSettings
+from triton_omni.core.settings import Preset, Token2WavSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,8 @@ def plan(micro, tiny_checkpoint):
 @pytest.fixture
 def coarse(micro, monkeypatch):
     """Windows are solved in fewer steps, whose time is not asked for here."""
-    monkeypatch.setattr(micro("speech"), "POINTS", 3)
+    presets = {"reference": Preset(num_steps=3), "fast": Preset(num_steps=2)}
+    monkeypatch.setattr(micro("speech"), "PRESETS", presets)
 
 
 @pytest.fixture
@@ -81,10 +82,12 @@ def test_draws_and_noise_with_seeds_are_compared_with_those_without(micro, plan)
 def test_windows_are_timed_in_halves_and_whole(micro, plan):
     ready, *figures = micro("child").token2wav_windows(plan)
     assert "ready" in ready
-    found = {(item["name"], item["parameters"].get("solver"), item["parameters"]["batch"]) for item in figures}
-    assert ("token2wav_window_dit", "rk4", 2) in found
+    found = {(item["name"], item["parameters"].get("preset"), item["parameters"]["batch"]) for item in figures}
+    assert ("token2wav_window_dit", "reference", 2) in found
     assert ("token2wav_window_vocoder", None, 2) in found
-    assert ("token2wav_throughput", "euler", 2) in found
+    assert {("token2wav_throughput", preset, 2) for preset in Token2WavSettings().presets} <= found
+    evaluations = {item["parameters"]["preset"]: item["parameters"].get("evaluations") for item in figures[4:]}
+    assert evaluations == {"reference": 8, "fast": 4}
     assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
 
 
@@ -147,6 +150,14 @@ def test_a_pipeline_whose_stage_does_not_start_says_so_and_leaves_no_process(mic
 def test_a_window_of_another_size_is_not_timed(micro, plan, tiny_checkpoint):
     speech = micro("speech")
     engine = speech.Token2WavEngine(tiny_checkpoint, speech.window_settings(plan), micro("plan").device())
-    with speech.WindowStreams(engine, plan, 2, "euler") as streams, pytest.raises(speech.WrongWorkError):
+    with speech.WindowStreams(engine, plan, 2, "fast") as streams, pytest.raises(speech.WrongWorkError):
         streams.step()
     assert engine.stats().running == 0
+
+
+def test_windows_of_a_preset_are_solved_as_shipped(micro):
+    flows = {name: micro("speech").flow(name) for name in Token2WavSettings().presets}
+    assert {name: (each["solver"], each["evaluations"]) for name, each in flows.items()} == {
+        "reference": ("rk4", 36),
+        "fast": ("rk4", 12),
+    }

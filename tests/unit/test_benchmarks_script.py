@@ -26,6 +26,7 @@ from triton_omni_client.evaluate.options import OFFLINE, parse_setting
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "benchmarks.sh"
+PRESETS = ("reference", "fast")
 RECORDER = f"""#!/bin/sh
 {{ printf '%s\\037' "$@"; echo; }} >> "$RECORDED"
 case $1 in -c) exec {sys.executable} "$@" ;; esac
@@ -90,12 +91,12 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         ("compare", 1),
         ("micro", 6),
         ("compare", 8),
-        ("micro", 7),
+        ("micro", 22),
         ("compare", 1),
-        ("micro", 1),
-        ("compare", 10),
         ("micro", 3),
-        ("compare", 4),
+        ("compare", 10),
+        ("micro", 9),
+        ("compare", 5),
     ]
     assert len({str(parameters["out"]) for _, parameters in found}) == len(found)
     asked = {
@@ -117,14 +118,25 @@ def loads(variants: Any, parameters: dict[str, Any]) -> Iterator[tuple[str, ...]
             yield load.beside(parameters["options"], variant.options).options
 
 
-def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
-    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "crowds")
+def asked_of(command: list[str], script: Any) -> dict[str, list[dict[str, Any]]]:
+    """By variant of a command of `scripts/compare` the parameters of its loads."""
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
+    parameters = parsed(app, command[1:])
     bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    for options in loads(script("compare.variants"), parsed(app, command[1:])):
-        asked = bench.make_context("bench", list(options)).params
-        assert (asked["crowds"], asked["talker_max_tokens"]) == (True, 300)
+    return {
+        text.partition("=")[0]: [
+            bench.make_context("bench", list(options)).params
+            for options in loads(script("compare.variants"), parameters | {"variant": [text]})
+        ]
+        for text in parameters["variant"]
+    }
+
+
+def test_crowds_have_replies_of_6_s(recorded: Recorded, script: Any) -> None:
+    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "crowds")
+    for asked in asked_of(command, script).values():
+        assert [(one["crowds"], one["talker_max_tokens"]) for one in asked] == [(True, 300), (True, 300)]
 
 
 def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, script: Any) -> None:
@@ -150,40 +162,28 @@ def test_quality_is_of_every_plan_solver_and_precision(recorded: Recorded, scrip
     assert {each.get("num_steps") for each in asked} == {None, 6, 10, 21}
 
 
-def test_prompts_and_listeners_are_of_every_count(recorded: Recorded, script: Any) -> None:
-    _, _, commands = recorded.run(str(recorded.folder / "out"), "prompts", "listeners")
-    app = typer.Typer()
-    app.command()(script("compare.__main__").main)
-    bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    prompts, listeners = (
-        [bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)]
-        for parameters in (parsed(app, command[1:]) for command in commands)
-    )
-    assert [asked["prompt_tokens"] for asked in prompts] == [100, 1000, 8000, 16000]
-    assert [(asked["concurrency"], asked["listen"]) for asked in listeners] == [
-        (str(places), True) for places in (1, 4, 8, 16, 32, 48, 64)
-    ]
+def test_prompts_are_of_every_length_and_together_of_220_tokens(recorded: Recorded, script: Any) -> None:
+    _, _, (command, _) = recorded.run(str(recorded.folder / "out"), "prompts")
+    (asked,) = asked_of(command, script).values()
+    alone, together = ([one for one in asked if one["concurrency"] == places] for places in ("1", "32"))
+    assert [one["prompt_tokens"] for one in alone] == 3 * [100, 1000, 8000, 16000]
+    assert [(one["prompt_tokens"], one["requests"], one["listen"]) for one in together] == 5 * [(220, 96, False)]
+    assert len(alone) + len(together) == len(asked)
 
 
 def test_conversations_have_photos_and_a_sound_with_the_caches_and_without(recorded: Recorded, script: Any) -> None:
     _, _, (made, command) = recorded.run(str(recorded.folder / "out"), "conversations")
-    app = typer.Typer()
-    app.command()(script("compare.__main__").main)
-    bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    parameters = parsed(app, command[1:])
-    variants = [script("compare.variants").parse_variant(text).profile.changes for text in parameters["variant"]]
+    words = [word for word in command if word.startswith(("plain=", "cached="))]
+    variants = [script("compare.variants").parse_variant(word).profile.changes for word in words]
     room = {"engine": {"kv_cache_tokens": 294912}}
     plain = {"prefix_caching": False, **room}
     assert variants == [{"thinker": plain, "talker": plain}, {"thinker": room, "talker": room}]
-    asked = [
-        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
-    ]
-    asked = [one for one in asked if one["conversation"]]
+    asked = [one for asked in asked_of(command, script).values() for one in asked if one["conversation"]]
     assert [(one["conversation"], one["concurrency"], one["prompt_tokens"]) for one in asked] == [
         (10, places, 570) for _ in variants for places in ("1", "32")
     ]
     assert {(len(one["image"]), len(one["audio"])) for one in asked} == {(2, 1)}
-    shown = {path for option in parameters["load"] for path in re.findall(r"'(/[^']+)'", option)}
+    shown = {path for option in command for path in re.findall(r"'(/[^']+)'", option)}
     assert len(shown) == 3
     assert all(f"'{path}'" in made[-1] for path in shown)
 
@@ -203,29 +203,32 @@ def test_speech_of_2_and_30_s_is_sent_whole_and_while_it_is_spoken(recorded: Rec
 
 
 def test_small_is_measured_where_no_more_memory_is_free(recorded: Recorded, script: Any) -> None:
-    code, _, (made, *commands) = recorded.run(str(recorded.folder / "out"), "memory")
+    code, _, (made, *commands, together) = recorded.run(str(recorded.folder / "out"), "memory")
     assert code == 1, "3B cannot be measured here, and 7B was"
+    assert Path(together[0]).name == "over_starts.py"
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
     served = [parsed(app, command[1:]) for command in commands]
     assert [(each["model"], each["memory"], each["mps"]) for each in served] == [
+        ("random:7b", 70, True),
         ("random:7b-awq", 22, True),
         ("random:3b", 20, True),
     ]
-    (variant,) = {text for each in served for text in each["variant"]}
-    assert script("compare.variants").parse_variant(variant).profile.changes == load_profile("small").changes
-    bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    asked = [
-        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), served[0])
-    ]
-    assert [(one["concurrency"], len(one["image"])) for one in asked] == [("1", 0), ("8", 0), ("1", 1)]
-    assert str(asked[-1]["image"][0]) in made[-1]
+    variants = [[script("compare.variants").parse_variant(text) for text in each["variant"]] for each in served]
+    small = load_profile("small").changes
+    for name, changes, starts in zip(("shipped-7b", "small-7b", "small-3b"), ({}, small, small), variants, strict=True):
+        assert [(each.name, each.profile.changes) for each in starts] == [
+            (f"{name}.{start}", changes) for start in (1, 2, 3)
+        ]
+    for asked in asked_of(commands[0], script).values():
+        assert [(one["concurrency"], len(one["image"])) for one in asked] == [("1", 0), ("8", 0), ("1", 1)]
+        assert str(asked[-1]["image"][0]) in made[-1]
 
 
 def test_caches_are_served_several_times_by_turns(
     recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STARTS", "2 5")
+    monkeypatch.setenv("RUNS", "2")
     _, _, (command, together) = recorded.run(str(recorded.folder / "out"), "caches")
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
@@ -234,38 +237,37 @@ def test_caches_are_served_several_times_by_turns(
     off = {"prefix_caching": False}
     assert [(each.name, each.profile.changes) for each in variants] == [
         (f"{name}.{start}", settings)
-        for start in (2, 5)
+        for start in (1, 2)
         for name, settings in (("plain", {"thinker": off, "talker": off}), ("shipped", {}))
     ]
-    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(parameters["out"])]
+    out = parameters["out"]
+    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(out), "-o", f"{out}.json"]
 
 
 def test_two_checkouts_are_served_by_turns(
     recorded: Recorded, script: Any, before: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STARTS", "2 5")
+    monkeypatch.setenv("RUNS", "2")
     _, _, (command, together) = recorded.run(str(recorded.folder / "out"), "turns")
     app = typer.Typer()
     app.command()(script("compare.__main__").main)
     parameters = parsed(app, command[1:])
     variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
     assert [(each.name, each.checkout.root) for each in variants] == [
+        ("before.1", before),
+        ("now.1", ROOT),
         ("before.2", before),
         ("now.2", ROOT),
-        ("before.5", before),
-        ("now.5", ROOT),
     ]
-    bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    asked = [
-        bench.make_context("bench", list(options)).params for options in loads(script("compare.variants"), parameters)
-    ]
-    assert [(one["concurrency"], one["listen"], one["crowds"]) for one in asked[:4]] == [
+    asked = asked_of(command, script)["now.1"]
+    assert [(one["concurrency"], one["listen"], one["crowds"]) for one in asked] == [
         ("1", False, False),
         ("32", False, False),
         ("32", True, False),
         ("32", False, True),
     ]
-    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(parameters["out"])]
+    out = parameters["out"]
+    assert together == [str(ROOT / "scripts" / "over_starts.py"), str(out), "-o", f"{out}.json"]
 
 
 def test_turns_without_another_checkout_are_refused(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,31 +277,84 @@ def test_turns_without_another_checkout_are_refused(recorded: Recorded, monkeypa
     assert said.startswith("turns: BEFORE is not set: set it to another checkout, after ./build.sh setup there\n")
 
 
-def test_presets_are_asked_by_more_listeners_than_are_shipped_for(recorded: Recorded, script: Any) -> None:
-    _, _, commands = recorded.run(str(recorded.folder / "out"), "presets", "many")
-    app = typer.Typer()
-    app.command()(script("compare.__main__").main)
-    bench = typer.main.get_command(cli.app).get_command(None, "bench")
-    listeners: dict[str, list[str]] = {}
+def test_presets_are_heard_by_1_to_128_listeners_of_20_s_replies(recorded: Recorded, script: Any) -> None:
+    _, _, commands = recorded.run(str(recorded.folder / "out"), "listeners", "presets", "many")
+    heard: dict[str, list[tuple[int, int]]] = {}
     for command in commands[::2]:
-        parameters = parsed(app, command[1:])
-        variants = [script("compare.variants").parse_variant(text) for text in parameters["variant"]]
-        assert [each.profile.changes["token2wav"]["preset"] for each in variants] == ["reference", "fast"]
-        asked = [
-            bench.make_context("bench", list(options)).params
-            for options in loads(script("compare.variants"), parameters)
-        ]
+        variants = [script("compare.variants").parse_variant(word) for word in command if word.startswith(PRESETS)]
         room = variants[0].profile.changes["token2wav"].get("max_streams", 64)
-        assert all(int(each["concurrency"]) <= room for each in asked)
-        listeners[parameters["out"].name] = [each["concurrency"] for each in asked if each["listen"]]
-    assert listeners == {"presets": ["32", "48", "64"] * 2, "many": ["96", "128"] * 2}
+        assert [each.profile.changes["token2wav"]["preset"] for each in variants] == list(PRESETS)
+        for preset, asked in asked_of(command, script).items():
+            assert all(int(each["concurrency"]) <= room for each in asked)
+            listening = [one for one in asked if one["listen"]]
+            assert {(one["talker_max_tokens"], one["ramp_up"]) for one in listening} == {(1000, 20)}
+            heard.setdefault(preset, []).extend((int(one["concurrency"]), one["requests"]) for one in listening)
+    few, some, many = (
+        [(1, 3), (4, 12), (8, 24), (16, 48)],
+        [(32, 96), (48, 128), (64, 128)],
+        [(96, 192), (128, 256)],
+    )
+    assert heard == dict.fromkeys(PRESETS, 3 * few + 3 * some + 3 * many)
 
 
-def test_a_crowd_s_time_is_told_of_its_reports(recorded: Recorded) -> None:
+def test_a_share_of_apart_has_the_variants_presets_and_runs_that_are_named(
+    recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = script("compare.variants").parse_variant
+    _, _, (whole, _) = recorded.run(str(recorded.folder / "whole"), "apart")
+    assert list(asked_of(whole, script)) == [
+        f"{variant}-{preset}" for variant in ("shipped", "with-envoy", "apart", "replicas") for preset in PRESETS
+    ]
+    recorded.log.unlink()
+    for name, value in {"VARIANTS": "with-envoy apart", "PRESETS": "fast", "RUNS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    _, _, (share, _) = recorded.run(str(recorded.folder / "share"), "apart")
+    asked = asked_of(share, script)
+    listening = [one["concurrency"] for one in asked["apart-fast"] if one["listen"]]
+    assert (list(asked), listening) == (["with-envoy-fast", "apart-fast"], ["32", "48", "64", "96", "128"])
+    texts = [word for word in share if word.startswith(("with-envoy", "apart"))]
+    balanced, apart = map(parse, texts)
+    assert (balanced.balancer, balanced.placement, apart.balancer, apart.placement["token2wav"]) == (True, {}, False, 1)
+    assert {each.profile.changes["token2wav"]["preset"] for each in (balanced, apart)} == {"fast"}
+
+
+@pytest.mark.parametrize(
+    ("share", "code", "sentence"),
+    [
+        ("RUNS=0", 2, "RUNS: '0' is no number of runs, such as 3"),
+        ("RUNS=1 2", 2, "RUNS: '1 2' is no number of runs, such as 3"),
+        ("VARIANTS=envoy", 1, "VARIANTS: 'envoy' is none of apart's: shipped with-envoy apart replicas"),
+    ],
+)
+def test_a_share_that_says_nothing_sensible_is_refused(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, share: str, code: int, sentence: str
+) -> None:
+    name, _, value = share.partition("=")
+    monkeypatch.setenv(name, value)
+    found, said, commands = recorded.run(str(recorded.folder / "out"), "apart")
+    assert (found, said.splitlines()[0], commands) == (code, sentence, [])
+
+
+def test_stages_alone_are_timed_as_often_as_is_asked(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS", "2")
+    out = recorded.folder / "out"
+    _, _, commands = recorded.run(str(out), "windows", "steps")
+    written = [Path(command[command.index("-o") + 1]).relative_to(out) for command in commands]
+    runs = [
+        *("windows/7b/windows.1.json", "windows/7b/windows.2.json", "windows.json", "windows/7b/others.1.json"),
+        *(f"steps/{name}.{run}.json" for name in ("7b/steady", "3b/steady", "7b/anew", "7b/fp8") for run in (1, 2)),
+        "steps.json",
+    ]
+    assert list(map(str, written)) == runs
+
+
+def test_a_crowd_s_time_is_told_of_its_reports(recorded: Recorded, script: Any) -> None:
     out = recorded.folder / "out"
     _, _, (command, told) = recorded.run(str(out), "crowd_time")
     served = Path(command[command.index("--out") + 1])
     assert told[1:] == [str(served / "shipped" / f"listeners-{places}.json") for places in (32, 48)]
+    (asked,) = asked_of(command, script).values()
+    assert [(one["concurrency"], one["talker_max_tokens"]) for one in asked] == [("32", 1000), ("48", 1000)]
     assert (out / "crowd_time" / "stage_time.md").exists()
 
 
@@ -308,7 +363,7 @@ def test_realtime_sessions_are_measured_with_options_that_are_taken(recorded: Re
     app = typer.Typer()
     app.command()(script("realtime_served").main)
     parameters = parsed(app, command[1:])
-    assert (parameters["model"], parameters["mps"]) == ("random:7b", True)
+    assert (parameters["model"], parameters["mps"], parameters["runs"]) == ("random:7b", True, 3)
     assert parameters["output"].parent.is_dir()
 
 
@@ -330,7 +385,10 @@ def test_realtime_sessions_that_cannot_be_measured_are_refused_before_a_server_s
     assert (ended.exit_code, sentence in " ".join(ended.output.replace("│", " ").split())) == (2, True), ended.output
 
 
-def test_a_part_alone_and_none_that_is_not_there_or_was_measured(recorded: Recorded) -> None:
+def test_a_part_alone_and_none_that_is_not_there_or_was_measured(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS", "1")
     out = recorded.folder / "out"
     code, _, commands = recorded.run(str(out), "whole")
     assert (code, len(commands)) == (0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def test_a_variant_may_be_asked_for_more_than_others(compare):
         ('x={"tinker": {}}', "x: tinker: unknown key (did you mean thinker?)"),
         ('x={"profile": "smal"}', "x: profile: 'smal' is neither a profile (small) nor a file"),
         ('x={"replicas": 0}', "x: replicas: 0 must be at least 1"),
+        ('x={"balancer": 2}', "x: balancer: "),
         ('x={"gpus": "token2wav"}', "x: gpus: token2wav: '' is no number of a GPU"),
         ('x={"checkout": "/nowhere"}', "x: checkout: /nowhere is no checkout of this repository"),
         ('x={"gpus": "token2wav=1", "replicas": 2}', "x: gpus: each of several replicas is on a GPU of its own"),
@@ -258,9 +260,9 @@ def test_memory_is_the_most_of_all_loads_by_stage_and_together(compare):
         ("small", "eight"): stages(11, 4, 5.5, 138),
         ("other", "one"): stages(1, 2, 3, 124),
     }
-    table = compare("table").resident(reports, {"gpu/0/memory_mib": 117 * 1024.0})
+    found = compare("table").resident(reports, {"gpu/0/memory_mib": 117 * 1024.0})
     out = io.StringIO()
-    Console(file=out, width=80).print(table)
+    Console(file=out, width=80).print(compare("table").resident_table(found))
     head, *rows = [line.split() for line in out.getvalue().splitlines() if line.strip(" ─")]
     assert head == ["GiB", "thinker", "talker", "token2wav", "other", "together"]
     assert rows == [
@@ -304,6 +306,8 @@ def test_servers_start_only_where_the_rest_of_the_memory_is_held(compare, tmp_pa
     assert ["small", "0.0", "0.0", "0.0", "20.0", "20.0"] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
+    written = json.loads((tmp_path / "out" / "small" / "resident.json").read_text())
+    assert written == {"resident": {"thinker": 0, "talker": 0, "token2wav": 0, "other": 20, "together": 20}}
 
     def refuses(_gib):
         raise memory.MemoryNotHeld("no GPU memory could be held back: none")
@@ -319,6 +323,33 @@ def test_servers_start_only_where_the_rest_of_the_memory_is_held(compare, tmp_pa
 def test_a_limit_of_memory_is_nothing_to_be_judged(compare):
     with pytest.raises(typer.BadParameter, match="not with --evaluate"):
         compare("__main__").main(variant=["shipped"], evaluate=True, memory=22)
+
+
+@pytest.mark.parametrize(
+    ("variant", "url"),
+    [
+        ("one", "127.0.0.1:8001"),
+        ('one={"balancer": true}', "envoy:1"),
+        ('two={"replicas": 2}', "envoy:2"),
+    ],
+)
+def test_envoy_goes_before_several_servers_and_before_one_that_asks_for_it(
+    compare, tmp_path, monkeypatch, variant, url
+):
+    running = compare("running")
+
+    @contextmanager
+    def envoy(configuration, _folder):
+        cluster = configuration["static_resources"]["clusters"][0]
+        yield f"envoy:{len(cluster['load_assignment']['endpoints'][0]['lb_endpoints'])}", "operators"
+
+    ready = {"grpc": "127.0.0.1:8001", "metrics": "127.0.0.1:8002"}
+    monkeypatch.setattr(running, "server", lambda *_: nullcontext())
+    monkeypatch.setattr(running, "wait_ready", lambda *_: ready)
+    monkeypatch.setattr(running, "run_envoy", envoy)
+    wanted = compare("variants").parse_variant(variant)
+    with running.serving(wanted, tmp_path, tmp_path, mps=False) as served:
+        assert (served.grpc_url, served.metrics_url) == (url, "http://127.0.0.1:8002/metrics")
 
 
 def test_envoy_is_on_ports_of_its_own_before_all_servers(compare):

@@ -31,7 +31,7 @@ class Strict(BaseModel):
 
 class Figure(Strict):
     values: Annotated[list[Number], Field(min_length=1)]
-    unit: Annotated[str, Field(pattern="^(1|ms|s|dB)$")]
+    unit: Annotated[str, Field(pattern="^(1|ms|s|dB|GiB)$")]
     part: Text  # of scripts/benchmarks.sh
 
 

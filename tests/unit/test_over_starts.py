@@ -39,6 +39,9 @@ def test_starts_and_runs_are_put_together(tmp_path: Path, capsys: pytest.Capture
     assert figures["first_audio_p50/plain/one"] == {"values": [146.0, 147.0, 150.0], "unit": "ms", "part": "caches"}
     assert figures["replies_without_underrun/plain/one"]["values"] == [2, 2, 1]
     assert figures["requests/plain/one"]["values"] == [2, 2, 2]
+    assert figures["share_without_underrun/plain/one"]["values"] == [1, 1, 0.5]
+    assert figures["silence/plain/one"] == {"values": [0, 0, 2.0], "unit": "s", "part": "caches"}
+    assert figures["silence_per_reply/plain/one"]["values"] == [0, 0, 1.0]
     assert "first_text_p50/plain/one" not in figures
     assert figures["requests/plain/listeners-128"]["values"] == [1]
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
@@ -69,16 +72,56 @@ def test_stages_alone_are_put_beside_what_was_served(tmp_path: Path, capsys: pyt
     step = {"name": "thinker_step", "parameters": {"batch": 1, "mode": "sampled"}, "ratio": 0.7629}
     greedy = {**step, "parameters": {"batch": 1, "mode": "greedy"}, "ratio": 0.9}
     window = {"name": "token2wav_window_dit", "parameters": {"batch": 1, "solver": "rk4"}, "p50": 22.574}
+    took = [{**each, "by": by, "p50": ms} for each, by, ms in ((step, "vllm", 5.1), (step, "triton-omni", 3.894))]
+    presets = {"reference": {"solver": "rk4", "evaluations": 36}, "fast": {"solver": "rk4", "evaluations": 12}}
+    rates = [
+        {"name": "token2wav_throughput", "parameters": {"batch": batch, "preset": preset, **flow}, "p50": batch + rate}
+        for batch in (8, 32)
+        for rate, (preset, flow) in enumerate(presets.items())
+    ]
     for run in (1, 2):
-        (alone / f"steps.{run}.json").write_text(json.dumps({"figures": [], "ratios": [greedy, step]}))
-        (alone / f"window.{run}.json").write_text(json.dumps({"figures": [window], "ratios": []}))
+        (alone / f"steps.{run}.json").write_text(json.dumps({"figures": took, "ratios": [greedy, step]}))
+        (alone / f"window.{run}.json").write_text(json.dumps({"figures": [window, *rates], "ratios": []}))
     SCRIPT["main"]([tmp_path / "numbers"], tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     ratio = {"values": [0.763, 0.763], "unit": "1", "part": "numbers"}
     assert figures["thinker_step_ratio_sampled/7b/steps"] == ratio
     assert figures["window_dit/7b/window"] == {"values": [22.57, 22.57], "unit": "ms", "part": "numbers"}
     assert figures["first_audio_p50/7b/one"]["part"] == "numbers"
+    assert figures["thinker_step_sampled/7b/steps"] == {"values": [3.89, 3.89], "unit": "ms", "part": "numbers"}
+    speech = {preset: figures[f"windows_speech_per_second_{preset}/7b/window"] for preset in presets}
+    assert speech == {
+        preset: {"values": [rate, rate], "unit": "s", "part": "numbers"}
+        for preset, rate in (("reference", 32), ("fast", 33))
+    }
     assert "0.763 (0.763 to 0.763)" in capsys.readouterr().out
+
+
+def test_memory_is_put_together_over_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start, together in ((1, 54.46), (2, 54.62)):
+        folder = tmp_path / "memory" / "7b" / f"shipped-7b.{start}"
+        write(folder / "one.json", answered(0, 0.146), answered(1, 0.146))
+        gib = {"thinker": 24.0, "talker": 8.0, "token2wav": 6.0, "other": 1.0, "together": together}
+        (folder / "resident.json").write_text(json.dumps({"resident": gib}))
+    SCRIPT["main"]([tmp_path / "memory"], tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert figures["memory_together/shipped-7b/resident"] == {"values": [54.5, 54.6], "unit": "GiB", "part": "memory"}
+    assert figures["memory_thinker/shipped-7b/resident"]["values"] == [24.0, 24.0]
+    assert figures["first_audio_p50/shipped-7b/one"]["values"] == [146.0, 146.0]
+    assert "| 54.5 (54.5 to 54.6) |" in capsys.readouterr().out
+
+
+def test_each_figure_is_of_one_part(tmp_path: Path) -> None:
+    presets, many = tmp_path / "out" / "presets", tmp_path / "out" / "many"
+    write(presets / "fast" / "listeners-64.1.json", answered(0, 0.146), answered(1, 0.146))
+    write(many / "fast" / "listeners-96.1.json", answered(0, 0.2), answered(1, 0.2))
+    SCRIPT["main"]([presets, many], tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    parts = {key: figure["part"] for key, figure in figures.items() if key.startswith("requests/")}
+    assert parts == {"requests/fast/listeners-64": "presets", "requests/fast/listeners-96": "many"}
+    write(many / "fast" / "listeners-64.1.json", answered(0, 0.2))
+    with pytest.raises(typer.BadParameter, match=r"fast/listeners-64: presets and many have it"):
+        SCRIPT["main"]([presets, many])
 
 
 def test_folders_without_a_report_are_refused(tmp_path: Path) -> None:
