@@ -16,18 +16,22 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from simulate_policy.costs import MEASURED, read_costs
-from simulate_policy.effects import LOADS, RULES_OFF, simulate
+from simulate_policy.effects import LOADS, PROMPT_TOKENS, RULES_OFF, simulate
+from simulate_policy.server import TALKER_TOKENS
 
 
 def main(
     costs: Annotated[Path, typer.Option(help="costs of the steps, JSON", exists=True, dir_okay=False)] = MEASURED,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="of each request; it fits into one step", min=1, max=TALKER_TOKENS)
+    ] = PROMPT_TOKENS,
 ) -> None:
     """Simulate every load with all rules, and with each rule switched off."""
     read = read_costs(costs)
     table = Table("load", "rules", "first audio p50", "p95", "with gaps", "silence", "speech a second")
     for name, load in LOADS.items():
         for rules, (thinker, token2wav) in RULES_OFF.items():
-            found = simulate(load, read, thinker, token2wav)
+            found = simulate(load.prompted(prompt_tokens), read, thinker, token2wav)
             table.add_row(
                 name,
                 rules,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
@@ -34,6 +34,10 @@ class Load:
     requests: Sequence[Request]
     clients: int | None = None
     """None: all of them."""
+
+    def prompted(self, tokens: int) -> Load:
+        """Return the same load with prompts of `tokens` tokens."""
+        return replace(self, requests=[replace(request, prompt_tokens=tokens) for request in self.requests])
 
 
 LOADS: Final = {

@@ -18,13 +18,14 @@ from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav import batch_launch
-from triton_omni.token2wav.batch_launch import Due, Spliced, WindowTimes
+from triton_omni.token2wav.batch_launch import Due, Spliced
 from triton_omni.token2wav.engine import (
     STEPS_AHEAD,
     Token2WavEngine,
 )
 from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.window_cache import LayerKVCache
+from triton_omni.token2wav.window_times import WindowTimes
 
 STREAMS, FIRST, SECOND = 5, 24, 24
 """Streams of the large batch, and codes of which the first and second chunk come."""
@@ -446,6 +447,19 @@ def assert_sound_is_that_alone(outputs: list[AudioOutput], alone: dict[str, Tens
     assert sorted(output.key for output in outputs if output.final and not output.error) == list(keys)
     for key in keys:
         torch.testing.assert_close(sound_of(outputs, key), alone[key], atol=1e-5, rtol=0)
+
+
+def test_each_phase_of_a_stream_s_windows_is_counted(engine: Token2WavEngine) -> None:
+    before = dict(engine.stats().window_phases)
+    begin(engine, "a")
+    go_on(engine, "a")
+    for output in drain(engine):
+        output.sent()
+    grown = {key: seconds - before[key] for key, seconds in engine.stats().window_phases.items()}
+    assert {key for key, seconds in grown.items() if seconds} >= {
+        (kind, phase) for kind in ("first", "final") for phase in ("wait", "device", "send")
+    }
+    assert all(0 <= seconds < 60 for seconds in grown.values())
 
 
 def test_windows_have_the_time_with_work_and_none_between(

@@ -5,6 +5,8 @@ import base64
 import json
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +71,17 @@ def test_text_and_codes_arrive_whole_and_in_order():
         assert reply.text == "".join(f"w{i} " for i in range(10))
         expected = torch.arange(5, 14).repeat_interleave(2) / 1000  # rows of the reply tokens but the last
         assert torch.equal(reply.samples, expected)
+        p.wait_until_empty()
+
+
+def test_an_engine_is_told_that_its_sound_was_handed_over():
+    told = []
+    with pipeline() as p:
+        step = p.engines[2].step
+        p.engines[2].step = lambda: [replace(output, sent=partial(told.append, output)) for output in step()]
+        reply = finished(p.ask("12345"))
+        assert torch.equal(torch.cat([output.samples for output in told]), reply.samples)
+        assert all(len(output.samples) for output in told)
         p.wait_until_empty()
 
 

@@ -48,6 +48,17 @@ def test_every_reply_is_whole_and_in_order(model: SimpleNamespace, load: str) ->
         assert reply.codes <= request.codes
 
 
+def test_longer_prompts_delay_the_first_audio_of_a_crowd_by_their_prefill(model: SimpleNamespace) -> None:
+    costs, (thinker, token2wav) = model.costs.read_costs(), model.effects.RULES_OFF["all"]
+    short, long = (
+        model.effects.simulate(model.effects.LOADS["32 together"].prompted(tokens), costs, thinker, token2wav)
+        for tokens in (100, 220)
+    )
+    assert short == effect(model, "32 together", "all")
+    prefill_ms = 32 * (220 - 100) * costs.thinker_token_ms
+    assert prefill_ms < long.first_audio_p50_ms - short.first_audio_p50_ms < 2 * prefill_ms
+
+
 @pytest.mark.parametrize("load", ["1 stream", "8 together"])
 def test_claims_bring_the_first_audio_sooner(model: SimpleNamespace, load: str) -> None:
     shipped, off = effect(model, load, "all"), effect(model, load, "no claim")

@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def record_event(device: torch.device, *, blocking: bool = False) -> torch.cuda.Event | None:
+def record_event(device: torch.device, *, blocking: bool = False, timing: bool = False) -> torch.cuda.Event | None:
     """Mark the present point of the device's current stream; None on the CPU, where work is done when it returns.
 
-    A thread that waits for a `blocking` event sleeps; otherwise it would keep a core busy.
+    A thread that waits for a `blocking` event sleeps; otherwise it would keep a core busy. The time between two events
+    with `timing` can be asked once the device has reached both.
     """
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]
     # By default an event is recorded on the thread's current device, which is device 0 in a thread that chose none.
     event.record(torch.cuda.current_stream(device))
     return event

@@ -10,7 +10,7 @@ Shapes: P prompt tokens, N rows or codes of this message, H thinker hidden size 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
@@ -245,6 +245,14 @@ class TalkerOutput:
     error: str | None = None
 
 
+WindowKind = Literal["first", "later", "final", "whole"]
+"""A stream's first window, a later one, its last one; the one of a whole reply."""
+WindowPhase = Literal["wait", "turn", "device", "send"]
+"""From a window's codes until its batch was begun; the batch's time from there until it was found finished, as while
+others went before, without that on the device; that on the device; from the end until the sound was handed over.
+"""
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Contents of an engine now; all 0 when nothing is open."""
@@ -260,8 +268,10 @@ class EngineStats:
     """KV cache blocks that a later prompt may reuse, held by a sequence or not."""
     mirror_bytes: int = field(default=0, compare=False)
     """Device memory for the rows of cached tokens."""
-    windows: Mapping[str, Histogram] = field(default_factory=dict, compare=False)
+    windows: Mapping[WindowKind, Histogram] = field(default_factory=dict, compare=False)
     """Seconds of token2wav's windows by kind."""
+    window_phases: Mapping[tuple[WindowKind, WindowPhase], float] = field(default_factory=dict, compare=False)
+    """Seconds of all windows of a kind in each phase."""
 
 
 class AnyEngine(Protocol):
@@ -403,6 +413,8 @@ class AudioOutput:
     """The engine gave this stream up (for example a non-finite waveform); nothing follows."""
     clamped_codes: int = 0
     """Codes of the stream so far that were outside the codec's table and were clamped into it."""
+    sent: Callable[[], object] = field(default=lambda: None, compare=False)
+    """To be called once the samples were handed over to be sent."""
 
 
 class WaveformEngine(FedEngine, Protocol):

@@ -54,6 +54,8 @@ class EngineHealth:
         yield Metric("omni_supervisor_faults", self._ledger.word(FAULTS))
         for kind, seconds in self.stats.windows.items():
             yield from seconds.metrics("omni_window_seconds", kind=kind)
+        for (kind, phase), total in self.stats.window_phases.items():
+            yield Metric("omni_window_phase_seconds_total", total, {"kind": kind, "phase": phase})
 
     def has_work(self) -> bool:
         """Return True if the engine could advance now."""

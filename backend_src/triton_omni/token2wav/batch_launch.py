@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One batch of windows on the device: solved, gathered with kept mel frames, vocoded, copied to the host; and its time.
+"""One batch of windows on the device: solved, gathered with kept mel frames, vocoded, copied to the host.
 
 A batch is launched one solver step at a time, so that a more urgent batch can run in between. Launching waits for
 nothing, and completion is polled. Independent of the choice of windows that share a batch.
@@ -14,9 +14,8 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.core.gpu import record_event, to_host, upload
-from triton_omni.core.metrics import SECONDS, Histogram
 from triton_omni.token2wav.chunking import Chunk, Span
 from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.ode import Steps
@@ -42,11 +40,13 @@ class Due:
     """See `Stream.deadline_ns`, before the chunk is launched."""
     is_first: bool
     """See `Stream.is_silent`, before the chunk is launched."""
+    due_since_ns: int
+    """Monotonic time when the chunk's codes had arrived, nanoseconds."""
 
     @classmethod
     def of(cls, stream: Stream, chunk: Chunk) -> Due:
         """Return a stream's due chunk."""
-        return cls(stream, chunk, stream.deadline_ns, stream.is_silent)
+        return cls(stream, chunk, stream.deadline_ns, stream.is_silent, stream.due_since_ns)
 
     @property
     def frames(self) -> int:
@@ -62,11 +62,6 @@ class Due:
     def opened_ns(self) -> int:
         """Monotonic time when the stream was opened, nanoseconds."""
         return self.stream.opened_ns
-
-    @property
-    def due_since_ns(self) -> int:
-        """Monotonic time when the chunk's codes had arrived, nanoseconds."""
-        return self.stream.due_since_ns
 
     @property
     def flow(self) -> FlowOptions:
@@ -142,12 +137,21 @@ class FinishedWindow:
     """True if no mel frame and no sample is NaN or infinite."""
     clamped_codes: int
 
+    @property
+    def is_streamed(self) -> bool:
+        """See `Due.is_streamed`."""
+        return self.stream.page is not None
+
 
 @dataclass(frozen=True)
 class InFlightBatch:
     """A batch that runs on the device or has finished there."""
 
     batch: tuple[Due, ...]
+    begun_ns: int
+    """Monotonic time when its launch began, nanoseconds."""
+    began: torch.cuda.Event | None
+    """Recorded before the solver; None on the CPU."""
     lengths: tuple[int, ...]
     """Samples of each window."""
     host: Tensor
@@ -170,6 +174,17 @@ class InFlightBatch:
     def is_finished(self) -> bool:
         """True if the samples are on the host."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def device_s(self, before: torch.cuda.Event | None) -> float | None:
+        """Return the seconds that a finished batch took on the device; None on the CPU.
+
+        Args:
+            before: `copied` of the batch that finished last; the seconds count from there if it is later than `began`.
+        """
+        if self.began is None or self.copied is None:
+            return None
+        since = [self.began] if before is None else [self.began, before]
+        return min(float(event.elapsed_time(self.copied)) for event in since) / 1000
 
     def finished_windows(self) -> Iterator[FinishedWindow]:
         """Yield the result of each window; call only after the batch has finished."""
@@ -248,6 +263,7 @@ def launch_batch(
     batch = sorted(batch, key=lambda due: (_length(due.chunk), _made(due.chunk), len(due.chunk.solved)))
     windows = [due.stream.window(due.chunk) for due in batch]
     flow = batch[0].stream.request.flow
+    begun_ns, began = time.monotonic_ns(), record_event(device, timing=True)
     before = sampler.past.save([window.past for window in windows], flow.pages)
     try:
         mels = yield from sampler.steps(windows, flow)
@@ -258,7 +274,8 @@ def launch_batch(
         before.restore()
         raise
     spliced.take_on(sound.overlaps)
-    return InFlightBatch(tuple(batch), sound.lengths, sound.host, solved, record_event(device))
+    copied = record_event(device, timing=True)
+    return InFlightBatch(tuple(batch), begun_ns, began, sound.lengths, sound.host, solved, copied)
 
 
 @dataclass(frozen=True)
@@ -300,7 +317,7 @@ def _ramp(count: int, device: torch.device) -> Tensor:
 
 
 def _frames(batch: Sequence[Due]) -> int:
-    return sum(len(due.chunk.solved) for due in batch)
+    return sum(due.frames for due in batch)
 
 
 def _length(chunk: Chunk) -> int:
@@ -324,48 +341,3 @@ def vocode(chunks: Sequence[Chunk], frames: Tensor, vocoder: Vocoder) -> Iterato
         for (start, stop), alike in itertools.groupby(together, _made):
             own, samples = torch.tensor_split(samples, [sum(1 for _ in alike)])
             yield own[:, start * vocoder.samples_per_frame : stop * vocoder.samples_per_frame]
-
-
-# --- times ------------------------------------------------------------------------------------------------------------
-
-
-Kind = Literal["first", "later", "final", "whole"]
-_NS_PER_S: Final = 1_000_000_000
-
-
-def kind_of(due: Due) -> Kind:
-    """Return the kind of a window: of a whole reply, or a stream's first, its final one, or another."""
-    if not due.is_streamed:
-        return "whole"
-    if due.chunk.final:
-        return "final"
-    return "first" if not due.chunk.index else "later"
-
-
-class WindowTimes:
-    """Counts windows and seconds. A batch gets the time since the one before, or since there was work, so that the
-    seconds add up to those with work. Its windows share them by their frames.
-
-    Args:
-        now_ns: monotonic time, nanoseconds.
-    """
-
-    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._now_ns, self._since_ns = now_ns, 0
-        self.of_kind: dict[str, Histogram] = {kind: Histogram(SECONDS) for kind in get_args(Kind)}
-        """Seconds of windows."""
-
-    def begin(self) -> None:
-        """A batch is launched."""
-        self._since_ns = self._since_ns or self._now_ns()
-
-    def rest(self) -> None:
-        """No batch is under way any more."""
-        self._since_ns = 0
-
-    def end(self, batch: Sequence[Due]) -> None:
-        """The oldest batch has finished; others may be under way."""
-        before_ns, self._since_ns = self._since_ns, self._now_ns()
-        seconds, frames = (self._since_ns - before_ns) / _NS_PER_S, sum(due.frames for due in batch)
-        for due in batch:
-            self.of_kind[kind_of(due)].observe(seconds * due.frames / frames)

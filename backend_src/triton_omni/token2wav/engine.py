@@ -30,7 +30,6 @@ from triton_omni.token2wav.batch_launch import (
     Due,
     FinishedWindow,
     InFlightBatch,
-    WindowTimes,
     launch_batch,
 )
 from triton_omni.token2wav.chunking import offline_plan, streaming_plan
@@ -38,6 +37,7 @@ from triton_omni.token2wav.networks import accelerate, load_networks
 from triton_omni.token2wav.noise import MAX_SEED
 from triton_omni.token2wav.sampler import FlowOptions
 from triton_omni.token2wav.streaming import Stream, StreamRequest
+from triton_omni.token2wav.window_times import WindowTimes
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
@@ -189,6 +189,7 @@ class Token2WavEngine:
             rows_used=sum(stream.tail.shape[0] for stream in self._streams.values()),
             kv_blocks_limit=self._sampler.past.capacity,
             windows=self._times.of_kind,
+            window_phases=self._times.phases,
         )
 
     def close(self) -> None:
@@ -344,7 +345,7 @@ class Token2WavEngine:
         if not self._flights or not self._flights[0].is_finished:
             return []
         flight = self._flights.popleft()
-        self._times.end(flight.batch)
+        self._times.end(flight)
         self._rest_if_idle()
         arrived = flight.finished_windows()
         return [self._finish(landed) for landed in arrived if self._is_open(landed.stream)]
@@ -360,4 +361,5 @@ class Token2WavEngine:
         if not landed.finite:
             wrong = f"the waveform of chunk {chunk.index} is not finite"
             return AudioOutput(key, torch.empty(0), final=True, error=wrong, clamped_codes=clamped)
-        return AudioOutput(key, landed.samples, final=chunk.final, clamped_codes=clamped)
+        sent = self._times.sending(landed)
+        return AudioOutput(key, landed.samples, final=chunk.final, clamped_codes=clamped, sent=sent)

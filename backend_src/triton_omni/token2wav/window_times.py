@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of token2wav's windows goes, by their kind; read from clocks and events, without a wait."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import Final, get_args
+
+import torch
+
+from triton_omni.core.metrics import SECONDS, Histogram
+from triton_omni.session.engine import WindowKind, WindowPhase
+from triton_omni.token2wav.batch_launch import Due, FinishedWindow, InFlightBatch
+
+_NS_PER_S: Final = 1_000_000_000
+
+
+def kind_of(window: Due | FinishedWindow) -> WindowKind:
+    """Return the kind of a window: of a whole reply, or a stream's first, its final one, or another."""
+    if not window.is_streamed:
+        return "whole"
+    if window.chunk.final:
+        return "final"
+    return "first" if not window.chunk.index else "later"
+
+
+class WindowTimes:
+    """Counts windows and seconds. One batch at a time gets the device's seconds, from the end of the one before on. Its
+    windows share them by their frames. On the CPU a batch gets the time since the one before, or since there was work.
+
+    Args:
+        now_ns: monotonic time, nanoseconds.
+    """
+
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns, self._since_ns = now_ns, 0
+        self._before: torch.cuda.Event | None = None
+        self.of_kind: dict[WindowKind, Histogram] = {kind: Histogram(SECONDS) for kind in get_args(WindowKind)}
+        """Seconds of windows, which add up to those of batches."""
+        self.phases: dict[tuple[WindowKind, WindowPhase], float] = dict.fromkeys(
+            itertools.product(get_args(WindowKind), get_args(WindowPhase)), 0.0
+        )
+        """Seconds of all windows of a kind in each phase, which overlap: windows of one batch each count its time."""
+
+    def begin(self) -> None:
+        """A batch is launched."""
+        self._since_ns = self._since_ns or self._now_ns()
+
+    def rest(self) -> None:
+        """No batch is under way any more."""
+        self._since_ns = 0
+
+    def end(self, flight: InFlightBatch) -> None:
+        """The oldest batch was found finished; others may be under way."""
+        before_ns, self._since_ns = self._since_ns, self._now_ns()
+        device_s = flight.device_s(self._before)
+        seconds = (self._since_ns - before_ns) / _NS_PER_S if device_s is None else device_s
+        self._before = flight.copied
+        turn = max(0.0, (self._since_ns - flight.begun_ns) / _NS_PER_S - seconds)
+        for due in flight.batch:
+            kind = kind_of(due)
+            self.of_kind[kind].observe(seconds * due.frames / flight.frames)
+            self.phases[kind, "wait"] += (flight.begun_ns - due.due_since_ns) / _NS_PER_S
+            self.phases[kind, "turn"] += turn
+            self.phases[kind, "device"] += seconds
+
+    def sending(self, window: FinishedWindow) -> Callable[[], None]:
+        """Return what to call once the sound of a window that was just found finished was handed over."""
+        return functools.partial(self._sent, kind_of(window), self._now_ns())
+
+    def _sent(self, kind: WindowKind, since_ns: int) -> None:
+        self.phases[kind, "send"] += (self._now_ns() - since_ns) / _NS_PER_S
