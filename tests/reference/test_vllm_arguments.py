@@ -112,6 +112,24 @@ def test_decode_steps_of_a_whole_network_on_a_gpu_are_fused(engine_args: Any, an
         assert built.additional_config["fused_decode"] == told
 
 
+def test_fused_decode_steps_are_confined_under_mps(
+    engine_args: Any, any_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for asked, device, mps, percent in [
+        ({}, GPU, True, 50),
+        ({"partition_percent": 25}, GPU, True, 25),
+        ({"partition_percent": 0}, GPU, True, 0),
+        ({"fused_decode": False}, GPU, True, 0),
+        ({}, GPU, False, 0),
+        ({}, CPU, True, 0),
+    ]:
+        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+        if mps:
+            monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")
+        built = build(engine_args, tmp_path, EngineSettings(**asked), device)  # type: ignore[arg-type]
+        assert built.additional_config["partition_percent"] == percent
+
+
 def test_networks_are_compiled_when_asked(engine_args: Any, any_device: None, tmp_path: Path) -> None:
     built = build(engine_args, tmp_path, EngineSettings(torch_compile=True), GPU)
     assert built.compilation_config.mode.name == "VLLM_COMPILE"

@@ -68,6 +68,9 @@ class EngineSettings(_Frozen):
     fused_decode: Literal["auto", True, False] = "auto"
     """Record decode steps with this project's fused kernels in place of vLLM's. `auto` = on one GPU in half precision,
     unless `enforce_eager`, `torch_compile` or `deterministic` is set. `true` is refused with any of these."""
+    partition_percent: Annotated[int, Field(ge=0, le=90)] = 50
+    """Percentage of a GPU's multiprocessors on which fused decode steps run while token2wav makes windows on the same
+    GPU, under MPS; 0 = they always run on all of them."""
     async_scheduling: bool = True
     """Schedule the next step while the GPU runs this one."""
     deterministic: bool = False

@@ -77,6 +77,7 @@ prepare_transformers()
 
 try:
     from vllm import ModelRegistry, SamplingParams
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
     from vllm.compilation.decorators import support_torch_compile
     from vllm.config import (
         CompilationMode,
@@ -156,6 +157,7 @@ except ImportError as error:
 
 _RUNNER_METHODS = (
     "_calc_mrope_positions",
+    "_capture_cudagraphs",
     "_check_and_update_cudagraph_mode",
     "_determine_batch_execution_and_padding",
     "_execute_mm_encoder",
@@ -241,6 +243,7 @@ __all__ = [
     "BlockHash",
     "BlockTable",
     "CUDAGraphMode",
+    "CUDAGraphWrapper",
     "CachedRequestState",
     "CommonAttentionMetadata",
     "CompilationMode",

@@ -20,6 +20,7 @@ from triton_omni.core.settings import Dtype, EngineSettings, SettingsError
 from triton_omni.vllm_hooks.shared.compat import CompilationMode, EngineArgs, VllmConfig, current_platform
 from triton_omni.vllm_hooks.shared.fused_decode import FUSED_DECODE
 from triton_omni.vllm_hooks.shared.graphs import vision_graphs
+from triton_omni.vllm_hooks.shared.partition import PARTITION
 from triton_omni.vllm_hooks.shared.tensor_parallel import TensorParallelExecutor
 
 GPU_BLOCK_SIZE = 16
@@ -166,7 +167,11 @@ def build_engine_args(
         enable_prefix_caching=prefix_caching,
         async_scheduling=schedules_ahead(settings, device),
         **_ranks(tensor_parallel_size, device),
-        additional_config={FUSED_DECODE: fuses and settings.fused_decode, **for_runner},
+        additional_config={
+            FUSED_DECODE: fuses and settings.fused_decode,
+            PARTITION: settings.partition_percent if fuses and _is_under_mps() else 0,
+            **for_runner,
+        },
         **_memory(settings, block_size),
         **_execution(settings, on_gpu, tensor_parallel_size),
         **model_arguments,
@@ -223,6 +228,11 @@ def _execution(settings: EngineSettings, on_gpu: bool, tensor_parallel_size: int
             **(vision_graphs(settings) if tensor_parallel_size == 1 else {}),
         },
     }
+
+
+def _is_under_mps() -> bool:
+    """True if processes share the GPU under MPS. Without it they take turns, and no step leaves room to another."""
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ
 
 
 def _check_device(device: torch.device) -> None:

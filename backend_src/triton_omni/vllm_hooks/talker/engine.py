@@ -162,6 +162,10 @@ class TalkerVllmEngine:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
         self._core.scheduler.paused = paused
 
+    def confine(self, confined: bool) -> None:
+        """Run decode steps on a part of the GPU from now on, or on all of it, see `shared/partition.py`."""
+        self._runner.confine(confined)
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []

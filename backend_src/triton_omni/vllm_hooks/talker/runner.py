@@ -27,6 +27,7 @@ from triton_omni.vllm_hooks.shared.compat import (
 from triton_omni.vllm_hooks.shared.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.shared.graphs import PrefillGraphsMixin
 from triton_omni.vllm_hooks.shared.incremental_decode import IncrementalDecodeMixin, IncrementalStep, Layout
+from triton_omni.vllm_hooks.shared.partition import PartitionMixin
 from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.shared.schedulers import ReleasedBlocksMixin
 from triton_omni.vllm_hooks.talker.network import TalkerForCausalLM
@@ -279,8 +280,12 @@ class TalkerRunnerMixin(FusedDecodeMixin, IncrementalDecodeMixin):
                 sequence.sampled.append(SampledStep(code, ready))
 
 
-class TalkerRunner(TalkerRunnerMixin, ReleasedBlocksMixin, IncrementalDecodeMixin, PrefillGraphsMixin, PlatformRunner):
-    """vLLM's runner with hidden rows, its own draws, graphs of prompts, and incremental decode steps."""
+class TalkerRunner(
+    PartitionMixin, TalkerRunnerMixin, ReleasedBlocksMixin, IncrementalDecodeMixin, PrefillGraphsMixin, PlatformRunner
+):
+    """vLLM's runner with hidden rows, its own draws, graphs of prompts, incremental decode steps, and decode steps on a
+    part of the GPU.
+    """
 
 
 class TalkerWorker(StageWorker):

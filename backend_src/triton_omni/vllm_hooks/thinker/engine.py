@@ -214,6 +214,10 @@ class ThinkerVllmEngine:
         """Begin no step from now on, or begin steps again; what is under way is taken in any case."""
         self._core.scheduler.paused = paused
 
+    def confine(self, confined: bool) -> None:
+        """Run decode steps on a part of the GPU from now on, or on all of it, see `shared/partition.py`."""
+        self._runner.confine(confined)
+
     @property
     def steps_under_way(self) -> int:
         """Steps that were begun, and whose results have not been given."""

@@ -14,6 +14,7 @@ from triton_omni.core.gpu import use_full_float32
 from triton_omni.vllm_hooks.shared.compat import SchedulerOutput
 from triton_omni.vllm_hooks.shared.fused_decode import FusedDecodeMixin
 from triton_omni.vllm_hooks.shared.graphs import PrefillGraphsMixin
+from triton_omni.vllm_hooks.shared.partition import PartitionMixin
 from triton_omni.vllm_hooks.shared.platform import PlatformRunner, StageWorker
 from triton_omni.vllm_hooks.shared.schedulers import ReleasedBlocksMixin
 from triton_omni.vllm_hooks.shared.tensor_parallel import failing_together
@@ -25,6 +26,7 @@ from triton_omni.vllm_hooks.thinker.rows import RowMirrorMixin
 
 
 class ThinkerRunner(
+    PartitionMixin,
     RowMirrorMixin,
     ReleasedBlocksMixin,
     MediaMemoryMixin,
@@ -36,7 +38,7 @@ class ThinkerRunner(
     PlatformRunner,
 ):
     """vLLM's runner with hidden rows, their mirror, media that may find no memory, batched seeded sampling, graphs of
-    prompts, incremental decode steps and fast steps of one prompt.
+    prompts, incremental decode steps, fast steps of one prompt, and decode steps on a part of the GPU.
     """
 
 
