@@ -327,6 +327,7 @@ class _FakeEngine:
         self.priorities: list[int] = []
         self.step_s = 0.0
         self.paused = False
+        self.confined = False
         self.steps_under_way = 0
         self.steps = 0
         self.closed = False
@@ -339,6 +340,9 @@ class _FakeEngine:
 
     def pause(self, paused: bool) -> None:
         self.paused = paused
+
+    def confine(self, confined: bool) -> None:
+        self.confined = confined
 
     def abort(self, key: str) -> None:
         self.open_keys.pop(key, None)
@@ -468,6 +472,7 @@ class FakeWaveformEngine(_FakeEngine):
     """Two samples a code, both code / 1000; of use to it are `window` codes at a time, and a step takes `at_once`."""
 
     wants_claim = False
+    has_windows = False
     window = 1
     at_once = sys.maxsize
 

@@ -20,6 +20,7 @@ from triton_omni.core.settings import DiffusionSettings, SettingsError, Streamin
 from triton_omni.policy.rules import WINDOW_NS
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav.attention import AttentionKind, block_attention
+from triton_omni.token2wav.batch_launch import InFlightBatch
 from triton_omni.token2wav.bigvgan import BigVGAN
 from triton_omni.token2wav.dit import DiT, Voice
 from triton_omni.token2wav.engine import Token2WavEngine
@@ -334,6 +335,21 @@ def test_nobody_listens_for_the_beginning_of_a_whole_reply(engine: Token2WavEngi
     assert engine.wants_claim
     drain(engine)
     assert not engine.wants_claim
+
+
+def test_windows_are_told_from_the_launch_of_the_first_to_the_end_of_the_last(
+    engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.open("a", VOICE, 1, DEFAULTS)
+    engine.feed("a", some_codes(30))
+    assert not engine.has_windows, "a window is due, and not launched"
+    with monkeypatch.context() as patch:
+        patch.setattr(InFlightBatch, "is_finished", False)
+        engine.step()
+        assert engine.has_windows
+    engine.end("a")
+    drain(engine)
+    assert not engine.has_windows
 
 
 def test_windows_of_listeners_with_enough_sound_stay_out_of_an_urgent_batch(

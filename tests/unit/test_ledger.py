@@ -37,6 +37,7 @@ from triton_omni.session.ledger_table import (
     RECORD_WORDS,
     RETURNED,
     VERSION,
+    WINDOWS,
     StampedField,
     Table,
     create_table,
@@ -407,6 +408,17 @@ def test_a_claim_ends_by_itself_and_with_the_stage_that_made_it(attach):
     token2wav.set_word(CLAIMED, time.monotonic_ns() + int(IN_TIME_S * 1e9), "token2wav")
     attach("token2wav", StageFacts(1))
     assert not thinker.device_claimed()
+
+
+def test_windows_are_those_of_the_device_and_of_the_process_that_makes_them(attach):
+    thinker, talker = attach("thinker", StageFacts(1, device=1)), attach("talker", StageFacts(1, device=2))
+    token2wav = attach("token2wav", StageFacts(1, device=1))
+    assert not thinker.device_has_windows()
+    token2wav.set_word(WINDOWS, 1, "token2wav")
+    assert thinker.device_has_windows()
+    assert not talker.device_has_windows()
+    attach("token2wav", StageFacts(1, device=1))
+    assert not thinker.device_has_windows()
 
 
 # Heartbeats.

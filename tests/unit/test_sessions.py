@@ -26,7 +26,7 @@ from triton_omni.core.errors import BadRequest, InternalError, Overloaded
 from triton_omni.core.settings import TalkerSettings, ThinkerSettings
 from triton_omni.link.send_queue import CREDITS
 from triton_omni.session.engine import PrefixKeys, Sampling
-from triton_omni.session.ledger_table import CANCELLED, CONSUMED, EPOCH, PLACED, WANTED
+from triton_omni.session.ledger_table import CANCELLED, CONSUMED, DEVICE, EPOCH, PLACED, WANTED
 from triton_omni.session.wire import Kind, MediaTokens, SessionKey, TalkerMessage
 from triton_omni.token2wav.open_session import TextRelay
 from waiting import FOREVER_S, IN_TIME_S, wait_for
@@ -206,6 +206,36 @@ def test_token2wav_claims_the_device_while_listeners_wait_for_sound():
         finished(p.ask("12345"))
         waveform.wants_claim = False
         wait_for(lambda: not p.ledgers[0].device_claimed())
+
+
+def test_thinker_and_talker_are_confined_while_token2wav_makes_windows():
+    waveform = FakeWaveformEngine()
+    with pipeline(waveform=waveform) as p:
+        engines = p.engines[:2]
+        for has_windows in (True, False, True):
+            waveform.has_windows = has_windows
+            wait_for(lambda wanted=has_windows: all(engine.confined is wanted for engine in engines))
+        finished(p.ask("12345"))
+
+
+def test_stages_of_other_devices_are_not_confined():
+    waveform = FakeWaveformEngine()
+    waveform.has_windows = True
+    with pipeline(waveform=waveform) as p:
+        wait_for(lambda: all(engine.confined for engine in p.engines[:2]))
+        p.ledgers[2].set_word(DEVICE, 2, "token2wav")
+        wait_for(lambda: not any(engine.confined for engine in p.engines[:2]))
+        finished(p.ask("12345"))
+
+
+def test_an_engine_that_failed_makes_no_windows():
+    waveform = FakeWaveformEngine()
+    waveform.has_windows = True
+    with pipeline(waveform=waveform) as p:
+        wait_for(lambda: p.engines[0].confined)
+        waveform.broken = RuntimeError("no more")
+        p.ask("12345")
+        wait_for(lambda: not p.engines[0].confined)
 
 
 def test_info_tells_reasons_counts_seed_and_times():

@@ -348,6 +348,11 @@ class ThinkerEngine(AnyEngine, Protocol):
     def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
 
+    def confine(self, confined: bool) -> None:
+        """Run decode steps on a part of the GPU from now on, or on all of it; an engine without such steps ignores
+        this.
+        """
+
     @property
     def steps_under_way(self) -> int:
         """Steps that were begun, and whose results have not been given."""
@@ -383,6 +388,11 @@ class TalkerEngine(FedEngine, Protocol):
 
     def pause(self, paused: bool) -> None:
         """Begin no step from now on, or begin steps again; `step` still gives what is under way."""
+
+    def confine(self, confined: bool) -> None:
+        """Run decode steps on a part of the GPU from now on, or on all of it; an engine without such steps ignores
+        this.
+        """
 
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
@@ -432,6 +442,10 @@ class WaveformEngine(FedEngine, Protocol):
     @property
     def wants_claim(self) -> bool:
         """True if a stream has no sound, or soon none, and waits only for its window."""
+
+    @property
+    def has_windows(self) -> bool:
+        """True if a batch is being launched or is on the device."""
 
     def step(self) -> list[AudioOutput]:
         """Launch due windows, and return the chunks that have finished."""

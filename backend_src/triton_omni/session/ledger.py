@@ -110,6 +110,10 @@ class SessionLedger(table.Table):
             return False
         return time.monotonic_ns() < until_ns
 
+    def device_has_windows(self) -> bool:
+        """True if token2wav makes windows on this stage's device now."""
+        return bool(self.word(table.WINDOWS, "token2wav")) and self.shares_device_with("token2wav")
+
     def shares_device_with(self, stage: StageName) -> bool:
         """True if this stage and `stage` run on one device."""
         return self.word(table.DEVICE, self.stage) == self.word(table.DEVICE, stage)
@@ -237,8 +241,9 @@ class SessionLedger(table.Table):
         self.set_word(table.DTYPE, facts.dtype, own)
         self.set_word(table.HIDDEN_SIZE, facts.hidden_size, own)
         self.set_word(table.DEVICE, facts.device, own)
-        if own in table.CLAIMED.models:
-            self.set_word(table.CLAIMED, 0, own)
+        for left in (table.CLAIMED, table.WINDOWS):
+            if own in left.models:
+                self.set_word(left, 0, own)
         # Entered before looking at the others: of two stages that load at once, one at least sees the other.
         self.set_word(table.PID, os.getpid(), own)
         try:

@@ -23,7 +23,7 @@ from typing import Final, Literal
 from triton_omni.core.errors import StageName
 from triton_omni.session.server_folder import LedgerError, open_own, own_folder, table_path
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 """Version of the messages between stages and of this table."""
 CAPACITY: Final = 2048
 """Records in the table; a deployment uses the first of them, twice its `max_sessions` (`thinker/slots.py`)."""
@@ -100,6 +100,7 @@ BROKEN: Final = Field("broken", "model", "Last epoch in which the stage's engine
 CLAIMED: Final = Field(
     "claimed", "model", "Until when its GPU's other stages start no step, monotonic ns.", ("token2wav",)
 )
+WINDOWS: Final = Field("windows", "model", "1 = it launches windows, or its GPU runs them.", ("token2wav",))
 OPEN_REQUESTS: Final = Field("open_requests", "model", "Unary requests that only this process can end.", ("unary",))
 
 # Fields of each session.

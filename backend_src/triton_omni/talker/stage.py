@@ -179,6 +179,7 @@ class TalkerStage:
         self._sender.send(sessions.values(), self._interval_ns)
         paused = self._ledger.device_claimed()
         self._engine.pause(paused)
+        self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for("claim" if paused else None)
         if paused:
             delay = min(delay, CLAIMED_POLL_S)

@@ -224,6 +224,7 @@ class ThinkerStage:
         rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
         paused = rule is not None
         self._engine.pause(paused)
+        self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()

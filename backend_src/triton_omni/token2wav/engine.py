@@ -145,7 +145,7 @@ class Token2WavEngine:
 
     def has_work(self) -> bool:
         """Return True if a window is due or a batch is on the device."""
-        return bool(self._flights or self._launchings) or any(stream.due() for stream in self._streams.values())
+        return self.has_windows or any(stream.due() for stream in self._streams.values())
 
     def step(self) -> list[AudioOutput]:
         """Launch the next batch of due windows, or its next step; return the chunks that have finished.
@@ -166,6 +166,11 @@ class Token2WavEngine:
     def wants_claim(self) -> bool:
         """True if a stream has no sound, or soon none, and waits only for its window."""
         return wants_claim(self._snapshot(self._due()), self._settings.policy)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if a batch is being launched or is on the device; False while due windows wait for others."""
+        return bool(self._flights or self._launchings)
 
     def abort(self, key: str) -> None:
         """Drop a stream and release everything it holds; unknown keys are ignored."""

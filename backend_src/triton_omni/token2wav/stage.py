@@ -27,7 +27,7 @@ from triton_omni.session.answer import Answer, to_base64, wav_header
 from triton_omni.session.engine import AudioOutput, WaveformEngine
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
-from triton_omni.session.ledger_table import CANCELLED, CLAIMED, CLOSED, FAILED, REACHED, WANTED
+from triton_omni.session.ledger_table import CANCELLED, CLAIMED, CLOSED, FAILED, REACHED, WANTED, WINDOWS
 from triton_omni.session.loop import IDLE_POLL_S, StageLoop
 from triton_omni.session.outcome import RequestOutcome
 from triton_omni.session.stage import SOON_S, ResponseSender, StageStats, memory_metrics, refused_error
@@ -150,12 +150,16 @@ class Token2WavStage:
         return self._health.has_work()
 
     def poll(self) -> float:
-        """Check every session. Claim the device if a stream waits for sound, before the step that launches it."""
+        """Check every session. Claim the device if a stream waits for sound, before the step that launches it. Tell the
+        other stages whether windows are under way.
+        """
         self._ledger.beat()
         self._health.refresh()
         self._sessions.fetch(self._tell_wanted)
-        waiting = self._health.failure is None and self._engine.wants_claim
+        works = self._health.failure is None
+        waiting = works and self._engine.wants_claim
         self._ledger.set_word(CLAIMED, self._claim.until_ns(waiting, time.monotonic_ns()), "token2wav")
+        self._ledger.set_word(WINDOWS, int(works and self._engine.has_windows), "token2wav")
         self._loop.waits_for = self._health.waits_for()
         return self._sessions.look_after_all()
 
