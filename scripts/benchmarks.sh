@@ -9,8 +9,8 @@
 # checkout, after `./build.sh setup` there.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
 # of random weights. RUNS (3; 5 where a part says so): how often each load, stage alone, or start is measured. PRESETS
-# ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped with-envoy apart replicas"): a share of what is measured of
-# presets, of `fp8`, of `apart`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
+# ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped no-claim"): a share of what is measured of presets, of `fp8`, of
+# `apart` and `rules`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
@@ -84,13 +84,20 @@ part_crowds() { # replies of 6 s
 }
 
 part_rules() { # each rule of a shared GPU switched off; five runs
-    local asked=()
+    local name variants=() asked=() whole='{"engine": {"partition_percent": 0}}'
+    local -A off=([shipped]='{}' [no-claim]='{"token2wav": {"policy": {"claim_ms": 0}}}'
+        [no-pause]='{"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}'
+        [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
+        [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
+        [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
+    local all='shipped no-claim no-pause no-gathering no-urgent-batch not-confined'
+    for name in ${VARIANTS:-$all}; do
+        [[ -v "off[$name]" ]] || { echo "VARIANTS: '$name' is none of those of rules: $all" >&2 && return 2; }
+        variants+=(--variant "$name=${off[$name]}")
+    done
     RUNS=${RUNS:-5} several --load 'one=--concurrency 1 --requests 3 --talker-max-tokens 60' \
-        'together=--concurrency 32 --requests 48 --talker-max-tokens 300'
-    compare rules 7b --variant shipped --variant 'no-claim={"token2wav": {"policy": {"claim_ms": 0}}}' \
-        --variant 'no-pause={"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}' \
-        --variant 'no-gathering={"token2wav": {"policy": {"gather_ms": 0}}}' \
-        --variant 'no-urgent-batch={"token2wav": {"policy": {"enough_sound_ms": 0}}}' "${asked[@]}" && summary rules
+        'together=--concurrency 32 --requests 48 --talker-max-tokens 300' "$(listen 32)" "$(listen 48)"
+    compare rules 7b "${variants[@]}" "${asked[@]}" && summary rules
 }
 
 part_plans() {

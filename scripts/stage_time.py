@@ -11,8 +11,8 @@ is below zero if stages worked outside the load, as for requests before it.
 `pause` and `gather` are waits by the rules of `triton_omni.policy`. On a CPU token2wav solves within its `step`.
 
 A window waits from its codes until its batch is begun (`wait`), and until it is found finished for other batches and
-for the host (`turn`). `device` has its batch's time on the GPU, by CUDA events, and `send` the time until its sound was
-handed over. `seconds` are its share of that time by frames, so their sum is token2wav's time on the GPU.
+for the host (`turn`). `device` has its batch's time on the GPU, by CUDA events. `seconds` are its share of that time by
+frames, so their sum is token2wav's time on the GPU.
 
 The rows have no order in time. A GPU timeline of three processes needs a profiler in each, which slows the host's
 launches, so none is kept. Beside the sums are token2wav's time on the GPU and NVML's account of the GPU by stage. Steps

@@ -453,11 +453,10 @@ def test_each_phase_of_a_stream_s_windows_is_counted(engine: Token2WavEngine) ->
     before = dict(engine.stats().window_phases)
     begin(engine, "a")
     go_on(engine, "a")
-    for output in drain(engine):
-        output.sent()
+    drain(engine)
     grown = {key: seconds - before[key] for key, seconds in engine.stats().window_phases.items()}
     assert {key for key, seconds in grown.items() if seconds} >= {
-        (kind, phase) for kind in ("first", "final") for phase in ("wait", "device", "send")
+        (kind, phase) for kind in ("first", "final") for phase in ("wait", "device")
     }
     assert all(0 <= seconds < 60 for seconds in grown.values())
 

@@ -335,6 +335,36 @@ def test_a_share_that_says_nothing_sensible_is_refused(
     assert (found, said.splitlines()[0], commands) == (code, sentence, [])
 
 
+def test_each_rule_is_switched_off_before_few_and_many_listeners(
+    recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VARIANTS", "no-pause not-confined")
+    monkeypatch.setenv("RUNS", "1")
+    _, _, (command, _) = recorded.run(str(recorded.folder / "out"), "rules")
+    found = [
+        script("compare.variants").parse_variant(word) for word in command if word.startswith(("no-pause=", "not-conf"))
+    ]
+    unconfined = {"engine": {"partition_percent": 0}}
+    assert {each.name: each.profile.changes for each in found} == {
+        "no-pause": {"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}},
+        "not-confined": {"thinker": unconfined, "talker": unconfined},
+    }
+    asked = asked_of(command, script)["not-confined"]
+    assert [(one["concurrency"], one["listen"]) for one in asked] == [
+        ("1", False),
+        ("32", False),
+        ("32", True),
+        ("48", True),
+    ]
+
+
+def test_a_rule_that_is_none_is_refused(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARIANTS", "shipped no-gaps")
+    code, said, commands = recorded.run(str(recorded.folder / "out"), "rules")
+    assert (code, commands) == (1, [])
+    assert said.startswith("VARIANTS: 'no-gaps' is none of those of rules: shipped no-claim ")
+
+
 def test_stages_alone_are_timed_as_often_as_is_asked(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS", "2")
     out = recorded.folder / "out"

@@ -113,11 +113,3 @@ def test_a_batch_after_a_rest_of_the_device_counts_from_its_own_beginning() -> N
     times.end(batch(FIRST, begun=10, began_ms=0, copied_ms=1000))
     times.end(batch(LATER, begun=20, began_ms=10_000, copied_ms=10_500))
     assert found(times) == {"first": (1, 1.0), "later": (1, 0.5)}
-
-
-def test_sound_is_sent_after_its_window_was_found_finished() -> None:
-    times = times_at([20, 22, 25])
-    first, second = times.sending(cast(Any, FIRST)), times.sending(cast(Any, LAST))
-    first()
-    assert phases(times) == {"first/send": 5}
-    assert callable(second)

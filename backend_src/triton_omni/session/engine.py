@@ -10,7 +10,7 @@ Shapes: P prompt tokens, N rows or codes of this message, H thinker hidden size 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
@@ -247,9 +247,9 @@ class TalkerOutput:
 
 WindowKind = Literal["first", "later", "final", "whole"]
 """A stream's first window, a later one, its last one; the one of a whole reply."""
-WindowPhase = Literal["wait", "turn", "device", "send"]
+WindowPhase = Literal["wait", "turn", "device"]
 """From a window's codes until its batch was begun; the batch's time from there until it was found finished, as while
-others went before, without that on the device; that on the device; from the end until the sound was handed over.
+others went before, without that on the device; that on the device.
 """
 
 
@@ -423,8 +423,6 @@ class AudioOutput:
     """The engine gave this stream up (for example a non-finite waveform); nothing follows."""
     clamped_codes: int = 0
     """Codes of the stream so far that were outside the codec's table and were clamped into it."""
-    sent: Callable[[], object] = field(default=lambda: None, compare=False)
-    """To be called once the samples were handed over to be sent."""
 
 
 class WaveformEngine(FedEngine, Protocol):

@@ -119,7 +119,7 @@ FAMILIES: Final = (
     Family(
         "omni_window_phase_seconds_total",
         "counter",
-        "seconds until windows are launched, for their turn, on the device, until they are sent",
+        "seconds until windows are launched, for their turn, on the device",
         ("kind", "phase"),
     ),
     Family("omni_batch_size", "histogram", "sequences, or windows, that a step of the engine served"),

@@ -137,11 +137,6 @@ class FinishedWindow:
     """True if no mel frame and no sample is NaN or infinite."""
     clamped_codes: int
 
-    @property
-    def is_streamed(self) -> bool:
-        """See `Due.is_streamed`."""
-        return self.stream.page is not None
-
 
 @dataclass(frozen=True)
 class InFlightBatch:

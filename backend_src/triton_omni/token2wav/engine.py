@@ -366,5 +366,4 @@ class Token2WavEngine:
         if not landed.finite:
             wrong = f"the waveform of chunk {chunk.index} is not finite"
             return AudioOutput(key, torch.empty(0), final=True, error=wrong, clamped_codes=clamped)
-        sent = self._times.sending(landed)
-        return AudioOutput(key, landed.samples, final=chunk.final, clamped_codes=clamped, sent=sent)
+        return AudioOutput(key, landed.samples, final=chunk.final, clamped_codes=clamped)

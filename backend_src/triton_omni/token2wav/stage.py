@@ -228,7 +228,6 @@ class Token2WavStage:
             lost = self._when_lost(session.key)
             # Sent first: a log record takes as long as the sending.
             session.sender.send(self._encode(session, output).to_tensors(), lost=lost)
-            output.sent()
             self._observe_chunk(session)
             session.samples += len(output.samples)
             self._samples += len(output.samples)

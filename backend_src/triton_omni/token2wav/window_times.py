@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -13,18 +12,18 @@ import torch
 
 from triton_omni.core.metrics import SECONDS, Histogram
 from triton_omni.session.engine import WindowKind, WindowPhase
-from triton_omni.token2wav.batch_launch import Due, FinishedWindow, InFlightBatch
+from triton_omni.token2wav.batch_launch import Due, InFlightBatch
 
 _NS_PER_S: Final = 1_000_000_000
 
 
-def kind_of(window: Due | FinishedWindow) -> WindowKind:
+def kind_of(due: Due) -> WindowKind:
     """Return the kind of a window: of a whole reply, or a stream's first, its final one, or another."""
-    if not window.is_streamed:
+    if not due.is_streamed:
         return "whole"
-    if window.chunk.final:
+    if due.chunk.final:
         return "final"
-    return "first" if not window.chunk.index else "later"
+    return "first" if not due.chunk.index else "later"
 
 
 class WindowTimes:
@@ -66,10 +65,3 @@ class WindowTimes:
             self.phases[kind, "wait"] += (flight.begun_ns - due.due_since_ns) / _NS_PER_S
             self.phases[kind, "turn"] += turn
             self.phases[kind, "device"] += seconds
-
-    def sending(self, window: FinishedWindow) -> Callable[[], None]:
-        """Return what to call once the sound of a window that was just found finished was handed over."""
-        return functools.partial(self._sent, kind_of(window), self._now_ns())
-
-    def _sent(self, kind: WindowKind, since_ns: int) -> None:
-        self.phases[kind, "send"] += (self._now_ns() - since_ns) / _NS_PER_S
