@@ -89,8 +89,10 @@ part_rules() { # each rule of a shared GPU switched off; five runs
         [no-pause]='{"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}'
         [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
         [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
+        [no-thinker-interval]='{"thinker": {"policy": {"interval_ms": 0}}}'
+        [no-talker-interval]='{"talker": {"policy": {"interval_ms": 0}}}'
         [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
-    local all='shipped no-claim no-pause no-gathering no-urgent-batch not-confined'
+    local all='shipped no-claim no-pause no-gathering no-urgent-batch no-thinker-interval no-talker-interval not-confined'
     for name in ${VARIANTS:-$all}; do
         [[ -v "off[$name]" ]] || { echo "VARIANTS: '$name' is none of those of rules: $all" >&2 && return 2; }
         variants+=(--variant "$name=${off[$name]}")

@@ -411,8 +411,12 @@ class FakeTalkerEngine(_FakeEngine):
         super().__init__()
         self.stop_after = stop_after
         self.cached = cached
+        self.ready = True
         self.fed: list[float] = []
         """Values of all rows fed, whatever the sequence."""
+
+    def is_ready(self, key):
+        return self.ready and key in self.open_keys
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling

@@ -30,8 +30,8 @@ def main(
     read = read_costs(costs)
     table = Table("load", "rules", "first audio p50", "p95", "with gaps", "silence", "speech a second")
     for name, load in LOADS.items():
-        for rules, (thinker, token2wav) in RULES_OFF.items():
-            found = simulate(load.prompted(prompt_tokens), read, thinker, token2wav)
+        for rules, policies in RULES_OFF.items():
+            found = simulate(load.prompted(prompt_tokens), read, policies)
             table.add_row(
                 name,
                 rules,

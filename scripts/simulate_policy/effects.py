@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.policy_settings import TalkerPolicy, ThinkerPolicy, Token2WavPolicy
 from triton_omni_client.bench.player import play
 
 from .costs import Costs
 from .replies import Request
-from .server import Server
+from .server import Policies, Server
 
 PROMPT_TOKENS, TOKENS = 100, 150
 
@@ -46,13 +46,16 @@ LOADS: Final = {
     "32 together": Load(together(32, 300)),
     "32 ask again": Load(together(96, 300), clients=32),
     "48 over 6 s": Load(spread(48, 300, 125.0)),
+    "32 listen": Load(spread(64, 1000, 625.0)),
 }
 RULES_OFF: Final = {
-    "all": (ThinkerPolicy(), Token2WavPolicy()),
-    "no claim": (ThinkerPolicy(), Token2WavPolicy(claim_ms=0)),
-    "no pause": (ThinkerPolicy(pause_ms=0), Token2WavPolicy()),
-    "no gathering": (ThinkerPolicy(), Token2WavPolicy(gather_ms=0)),
-    "no urgent batch": (ThinkerPolicy(), Token2WavPolicy(enough_sound_ms=0)),
+    "all": Policies(),
+    "no claim": Policies(token2wav=Token2WavPolicy(claim_ms=0)),
+    "no pause": Policies(thinker=ThinkerPolicy(pause_ms=0)),
+    "no gathering": Policies(token2wav=Token2WavPolicy(gather_ms=0)),
+    "no urgent batch": Policies(token2wav=Token2WavPolicy(enough_sound_ms=0)),
+    "no thinker interval": Policies(thinker=ThinkerPolicy(interval_ms=0)),
+    "no talker interval": Policies(talker=TalkerPolicy(interval_ms=0)),
 }
 
 
@@ -68,9 +71,9 @@ class Effect:
     speech_per_second: float
 
 
-def simulate(load: Load, costs: Costs, thinker: ThinkerPolicy, token2wav: Token2WavPolicy) -> Effect:
+def simulate(load: Load, costs: Costs, policies: Policies) -> Effect:
     """Serve a load on a model of the GPU; return the effect on its listeners."""
-    server = Server(costs, thinker, token2wav)
+    server = Server(costs, policies)
     replies = server.run(load.requests, load.clients)
     first = sorted(reply.chunks[0].at_s * 1000 for reply in replies)
     played = [play(reply.chunks) for reply in replies]

@@ -80,6 +80,11 @@ class Reply:
         return self.has_codes and not self.launched and not self.is_over
 
     @property
+    def rows_ahead(self) -> int:
+        """Rows after those of the first window, negative while some of these are missing."""
+        return self.rows - (PLAN.chunk_blocks[0] + PLAN.look_ahead_blocks) * CODES_PER_BLOCK
+
+    @property
     def has_row(self) -> bool:
         """True if the talker can give a code: its row is there, or the text has ended."""
         is_written = self.rows >= self.request.tokens

@@ -11,8 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
-from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wants_claim
+from triton_omni.core.policy_settings import NS_PER_MS, TalkerPolicy, ThinkerPolicy, Token2WavPolicy
+from triton_omni.policy.rules import (
+    Claim,
+    Snapshot,
+    must_pause,
+    next_batch,
+    talker_interval_ns,
+    thinker_interval_ns,
+    wants_claim,
+)
 
 from .costs import Costs, Stage
 from .replies import Due, Reply, Request
@@ -42,27 +50,36 @@ class Batch:
     steps: int = SOLVER_STEPS
 
 
+@dataclass(frozen=True)
+class Policies:
+    """Limits of the rules, by the stage that evaluates them."""
+
+    thinker: ThinkerPolicy = field(default_factory=ThinkerPolicy)
+    talker: TalkerPolicy = field(default_factory=TalkerPolicy)
+    token2wav: Token2WavPolicy = field(default_factory=Token2WavPolicy)
+
+
 @dataclass
 class Server:
     """The stages and their sessions at one moment; `run` serves requests.
 
     Args:
         costs: of the steps.
-        thinker, token2wav: limits of the rules.
+        policies: limits of the rules.
     """
 
     costs: Costs
-    thinker: ThinkerPolicy = field(default_factory=ThinkerPolicy)
-    token2wav: Token2WavPolicy = field(default_factory=Token2WavPolicy)
+    policies: Policies = field(default_factory=Policies)
     now_ms: float = 0.0
     replies: list[Reply] = field(default_factory=list)
     _tasks: dict[Stage, Task] = field(default_factory=dict)
     _batches: list[Batch] = field(default_factory=list)
     """Batches that are being launched, the most urgent last."""
-    _claimed_until_ns: int = 0
+    _begun_ns: dict[Stage, int] = field(default_factory=lambda: {"thinker": 0, "talker": 0})
+    """Monotonic time when the last step began, nanoseconds."""
 
     def __post_init__(self) -> None:
-        self._claim = Claim(self.token2wav.claim_ms * NS_PER_MS)
+        self._claim = Claim(self.policies.token2wav.claim_ms * NS_PER_MS)
 
     def run(self, requests: Sequence[Request], clients: int | None = None) -> list[Reply]:
         """Serve all requests to their ends; return their replies in the order of the requests.
@@ -99,17 +116,34 @@ class Server:
         return [reply for reply in self.replies if reply.request.at_ms <= self.now_ms and not reply.is_over]
 
     def _begin_steps(self) -> None:
-        claimed = self._claim.until_ns(wants_claim(self._snapshot(), self.token2wav), self._now_ns) > self._now_ns
+        claimed = (
+            self._claim.until_ns(wants_claim(self._snapshot(), self.policies.token2wav), self._now_ns) > self._now_ns
+        )
         if "token2wav" not in self._tasks:
             self._begin_window_step()
-        if not claimed and "talker" not in self._tasks:
+        if not claimed and "talker" not in self._tasks and not self._is_early("talker", self._talker_interval_ns()):
             self._begin_talker_step()
-        if not claimed and "thinker" not in self._tasks and not self._must_pause():
+        is_free = not claimed and "thinker" not in self._tasks
+        if is_free and not self._must_pause() and not self._is_early("thinker", self._thinker_interval_ns()):
             self._begin_thinker_step()
+
+    def _is_early(self, stage: Stage, interval_ns: int) -> bool:
+        return self._now_ns - self._begun_ns[stage] < interval_ns
+
+    def _thinker_interval_ns(self) -> int:
+        ahead = [reply.rows_ahead for reply in self._open if reply.rows < reply.request.tokens]
+        return thinker_interval_ns(len(self._open), ahead, self.policies.thinker.interval_ms * NS_PER_MS)
+
+    def _talker_interval_ns(self) -> int:
+        silent = [reply for reply in self._open if reply.is_silent and not reply.has_codes]
+        awaited = [reply.has_talker_prompt and reply.has_row for reply in silent]
+        return talker_interval_ns(len(self._open), awaited, self.policies.talker.interval_ms * NS_PER_MS)
 
     def _must_pause(self) -> bool:
         ready = [reply.ready_since_ns(self._now_ns) for reply in self._open if reply.is_silent]
-        return must_pause([one for one in ready if one is not None], self._now_ns, self.thinker.pause_ms * NS_PER_MS)
+        return must_pause(
+            [one for one in ready if one is not None], self._now_ns, self.policies.thinker.pause_ms * NS_PER_MS
+        )
 
     def _begin_thinker_step(self) -> None:
         prompts, room = [], THINKER_TOKENS
@@ -126,6 +160,7 @@ class Server:
             for reply in [*prompts, *decoding]:
                 reply.rows += 1
 
+        self._begun_ns["thinker"] = self._now_ns
         self._tasks["thinker"] = Task(self.costs.thinker_step_ms + tokens_ms, end)
 
     def _begin_talker_step(self) -> None:
@@ -147,10 +182,13 @@ class Server:
             for reply in decoding:
                 reply.take_code(self._now_ns)
 
+        self._begun_ns["talker"] = self._now_ns
         self._tasks["talker"] = Task(cost_ms, end)
 
     def _begin_window_step(self) -> None:
-        batch = next_batch(self._snapshot(), self.token2wav, most_windows=MOST_WINDOWS, most_frames=MOST_FRAMES)
+        batch = next_batch(
+            self._snapshot(), self.policies.token2wav, most_windows=MOST_WINDOWS, most_frames=MOST_FRAMES
+        )
         if batch:
             for due in batch:
                 due.reply.launched = True

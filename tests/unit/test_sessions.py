@@ -5,8 +5,6 @@ import base64
 import json
 import threading
 import time
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -74,17 +72,6 @@ def test_text_and_codes_arrive_whole_and_in_order():
         p.wait_until_empty()
 
 
-def test_an_engine_is_told_that_its_sound_was_handed_over():
-    told = []
-    with pipeline() as p:
-        step = p.engines[2].step
-        p.engines[2].step = lambda: [replace(output, sent=partial(told.append, output)) for output in step()]
-        reply = finished(p.ask("12345"))
-        assert torch.equal(torch.cat([output.samples for output in told]), reply.samples)
-        assert all(len(output.samples) for output in told)
-        p.wait_until_empty()
-
-
 def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
     claimed = threading.Event()
     claimed.set()
@@ -106,6 +93,54 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
 def doings(stage):
     """Return the activities that a stage's loop has spent time on."""
     return {metric.labels["doing"] for metric in stage.metrics() if metric.name == "omni_loop_seconds_total"}
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_no_step_begins_within_an_interval(monkeypatch, stage):
+    interval_ns = [int(FOREVER_S * 1e9)]
+    with pipeline() as p:
+        finished(p.ask("12345"))
+        monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: interval_ns[0])
+        engine = p.engines[("thinker", "talker").index(stage)]
+        wait_for(lambda: engine.paused)
+        before = engine.steps
+        ensemble = p.ask("12345")
+        wait_for(lambda: "interval" in doings(getattr(p, stage)))
+        assert engine.steps == before
+        interval_ns[0] = 0
+        finished(ensemble)
+        p.wait_until_empty()
+
+
+def test_stages_of_other_devices_keep_no_interval(monkeypatch):
+    for stage in ("thinker", "talker"):
+        monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: int(FOREVER_S * 1e9))
+    with pipeline() as p:
+        p.ledgers[2].set_word(DEVICE, 2, "token2wav")
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+
+
+def test_the_talker_s_interval_follows_from_first_codes_that_are_awaited(monkeypatch):
+    told = []
+    monkeypatch.setattr("triton_omni.talker.stage.talker_interval_ns", lambda *args: told.append(args) or 0)
+    with pipeline(talker_settings=TalkerSettings(policy={"interval_ms": 7})) as p:
+        for ready in (False, True):
+            p.engines[1].ready = ready
+            finished(p.ask("12345"))
+            assert (1, [ready], 7_000_000) in told
+        p.wait_until_empty()
+    assert (1, [], 7_000_000) in told, "after the first codes"
+
+
+def test_the_thinker_s_interval_follows_from_rows_ahead(monkeypatch):
+    told = []
+    monkeypatch.setattr("triton_omni.thinker.stage.thinker_interval_ns", lambda *args: told.append(args) or 0)
+    with pipeline(settings=ThinkerSettings(max_sessions=8, policy={"interval_ms": 7})) as p:
+        finished(p.ask("12345"))
+        p.wait_until_empty()
+    assert (1, [-1], 7_000_000) in told
+    assert (1, [], 7_000_000) in told, "while the reply plays"
 
 
 def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatch):

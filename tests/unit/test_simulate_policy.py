@@ -25,8 +25,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def effect(model: SimpleNamespace, load: str, rules: str) -> Any:
-    thinker, token2wav = model.effects.RULES_OFF[rules]
-    return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), thinker, token2wav)
+    policies = model.effects.RULES_OFF[rules]
+    return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies)
 
 
 def test_a_step_alone_takes_its_cost_and_longer_beside_others(model: SimpleNamespace) -> None:
@@ -49,9 +49,9 @@ def test_every_reply_is_whole_and_in_order(model: SimpleNamespace, load: str) ->
 
 
 def test_longer_prompts_delay_the_first_audio_of_a_crowd_by_their_prefill(model: SimpleNamespace) -> None:
-    costs, (thinker, token2wav) = model.costs.read_costs(), model.effects.RULES_OFF["all"]
+    costs, policies = model.costs.read_costs(), model.effects.RULES_OFF["all"]
     short, long = (
-        model.effects.simulate(model.effects.LOADS["32 together"].prompted(tokens), costs, thinker, token2wav)
+        model.effects.simulate(model.effects.LOADS["32 together"].prompted(tokens), costs, policies)
         for tokens in (100, 220)
     )
     assert short == effect(model, "32 together", "all")
@@ -80,6 +80,13 @@ def test_urgent_batches_keep_gaps_short(model: SimpleNamespace) -> None:
     shipped, off = effect(model, "32 together", "all"), effect(model, "32 together", "no urgent batch")
     assert off.silence_s > 1.5 * shipped.silence_s
     assert off.speech_per_second < shipped.speech_per_second
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_intervals_bring_the_first_audio_of_new_listeners_sooner(model: SimpleNamespace, stage: str) -> None:
+    shipped, off = effect(model, "32 listen", "all"), effect(model, "32 listen", f"no {stage} interval")
+    assert off.first_audio_p95_ms > 1.05 * shipped.first_audio_p95_ms
+    assert off.silence_s > shipped.silence_s
 
 
 def test_claims_beside_first_codes_would_delay_requests_that_follow(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triton_omni.core.plain_yaml import UnreadableYaml, read_yaml
-from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.policy_settings import TalkerPolicy, ThinkerPolicy, Token2WavPolicy
 from triton_omni.core.validation import wanted_kind, wanted_limit
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -69,8 +69,8 @@ class EngineSettings(_Frozen):
     """Record decode steps with this project's fused kernels in place of vLLM's. `auto` = on one GPU in half precision,
     unless `enforce_eager`, `torch_compile` or `deterministic` is set. `true` is refused with any of these."""
     partition_percent: Annotated[int, Field(ge=0, le=90)] = 50
-    """Percentage of a GPU's multiprocessors on which fused decode steps run while token2wav makes windows on the same
-    GPU, under MPS; 0 = they always run on all of them."""
+    """Percentage of a GPU's multiprocessors for fused decode steps beside token2wav's windows, under MPS; 0 = always
+    all."""
     async_scheduling: bool = True
     """Schedule the next step while the GPU runs this one."""
     deterministic: bool = False
@@ -259,6 +259,7 @@ class TalkerSettings(_Frozen):
     """Compute a prompt from where it differs from an earlier spoken one of the same salt; the thinker needs
     `prefix_caching` too."""
     engine: TalkerEngineSettings = TalkerEngineSettings()
+    policy: TalkerPolicy = TalkerPolicy()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` wait with their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096

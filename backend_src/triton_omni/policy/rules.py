@@ -11,6 +11,9 @@ take three times as long beside steps of thinker and talker.
   then two steps of the thinker are in flight.
 - *Gather*: first windows of streams that were opened together wait for each other. One launched alone delays the
   others for as long as ten take together.
+- *Interval*: thinker and talker start steps at an interval while many sessions are open. A step takes the GPU as long
+  for one reply as for eight, so fewer steps with more replies each leave time to others. Steps that someone waits for
+  start at once: those for a first window, and those for a reply that is not ahead of its sound.
 - *Urgent batch*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many
   small batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as
   its most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
@@ -35,6 +38,12 @@ TOGETHER_NS: Final = 120_000_000
 """Nanoseconds between the openings of streams that get their first codes at about the same time."""
 MANY: Final = 24
 """Number of streams above which some have an empty playback buffer all the time."""
+MANY_SESSIONS: Final = 8
+"""Number of open sessions up to which every step starts at once: the GPU has time for all."""
+FEW_WRITTEN: Final = 4
+"""Number of replies above which thinker steps at an interval would take speech from all of them."""
+ROWS_AHEAD: Final = 36
+"""Rows after those of the first window with which a reply is ahead of its sound: those of its next two windows."""
 FEW: Final = 2
 """First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
@@ -203,3 +212,33 @@ def must_pause(ready_since_ns: Sequence[int], now_ns: int, limit_ns: int) -> boo
     """
     counted = [since for since in ready_since_ns if not since or now_ns - since < limit_ns]
     return bool(counted) and all(counted)
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def thinker_interval_ns(sessions: int, rows_ahead: Sequence[int], limit_ns: int) -> int:
+    """Return the nanoseconds from the start of one step to that of the next.
+
+    Args:
+        sessions: number of open sessions.
+        rows_ahead: for each reply that is being written, its rows after those of its first window; below 0 while some
+            of these are missing, and for a text-only reply.
+        limit_ns: the interval; 0 = none.
+    """
+    nobody_waits = len(rows_ahead) <= FEW_WRITTEN and all(rows >= ROWS_AHEAD for rows in rows_ahead)
+    return limit_ns if sessions > MANY_SESSIONS and nobody_waits else 0
+
+
+def talker_interval_ns(sessions: int, awaited: Sequence[bool], limit_ns: int) -> int:
+    """Return the nanoseconds from the start of one step to that of the next.
+
+    Args:
+        sessions: number of open sessions with speech.
+        awaited: for each of them whose first codes are awaited, True if a step could give it a code now.
+        limit_ns: the interval; 0 = none.
+    """
+    if sessions <= MANY_SESSIONS or any(awaited):
+        return 0
+    # The awaited codes need rows of the thinker, whose steps are faster without the talker's beside them.
+    return limit_ns * 2 if awaited else limit_ns

@@ -394,6 +394,9 @@ class TalkerEngine(FedEngine, Protocol):
         this.
         """
 
+    def is_ready(self, key: str) -> bool:
+        """True if a step could bring the sequence's next code now; False for an unknown key."""
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
 

@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarge
-from triton_omni.core.metrics import POWERS, Histogram, Metric
+from triton_omni.core.metrics import POWERS, Doing, Histogram, Metric
+from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
@@ -23,6 +24,7 @@ from triton_omni.link.ring import Ring
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
 from triton_omni.link.sessions import Arrival, LinkSessions
+from triton_omni.policy.rules import talker_interval_ns
 from triton_omni.session.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
@@ -101,6 +103,8 @@ class TalkerStage:
             when_refused=self._when_refused,
         )
         self._interval_ns = 0
+        self._begun_ns = 0
+        """Monotonic time when a step last could start, nanoseconds."""
         self._batches = Histogram(POWERS)
         self._codes = self._cached_tokens = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
@@ -177,15 +181,35 @@ class TalkerStage:
         # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
         # that has just ended.
         self._sender.send(sessions.values(), self._interval_ns)
-        paused = self._ledger.device_claimed()
+        rule = self._rule(time.monotonic_ns())
+        paused = rule is not None
         self._engine.pause(paused)
         self._engine.confine(self._ledger.device_has_windows())
-        self._loop.waits_for = self._health.waits_for("claim" if paused else None)
+        self._loop.waits_for = self._health.waits_for(rule)
         if paused:
             delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)
         return min(delay, SOON_S) if self._unopened else delay
+
+    def _rule(self, now: int) -> Doing | None:
+        """Return the rule by which no step starts now; None = one may start."""
+        if self._ledger.device_claimed():
+            return "claim"
+        if self._ledger.shares_device_with("token2wav") and now - self._begun_ns < self._step_interval_ns():
+            return "interval"
+        self._begun_ns = now
+        return None
+
+    def _step_interval_ns(self) -> int:
+        spoken = [session for session in self._sessions.open.values() if session.session.want_audio]
+        awaited = [self._engine.is_ready(one.key.name) for one in spoken if self._awaits_first_codes(one)]
+        return talker_interval_ns(len(spoken), awaited, self._settings.policy.interval_ms * NS_PER_MS)
+
+    def _awaits_first_codes(self, session: OpenSession) -> bool:
+        """Return True if the first window lacks codes. A whole reply does not count: it plays only after its end."""
+        is_pending = not session.send_queue.announced and session.report is None
+        return is_pending and self._wanted(session) <= self._settings.max_codes
 
     def step(self) -> None:
         """Run one engine step over every session whose next row has arrived."""

@@ -110,6 +110,16 @@ class OpenSession:
         return queue.skipped + queue.given + queue.held - prompt
 
     @property
+    def rows_ahead(self) -> int | None:
+        """Number of the reply's rows after those of its first window; negative while some of these are missing, or if
+        it has no speech. None = it is not being written.
+        """
+        request = self.session
+        if request is None or self.ended_ns or self.report is not None:
+            return None
+        return self.reply_rows - self.first_wanted if request.want_audio and self.first_wanted else -1
+
+    @property
     def is_read(self) -> bool:
         """True if a text-only reply is being decoded."""
         request = self.session

@@ -23,7 +23,7 @@ from triton_omni.core.settings import ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
-from triton_omni.policy.rules import must_pause
+from triton_omni.policy.rules import must_pause, thinker_interval_ns
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth
@@ -91,6 +91,8 @@ class ThinkerStage:
         self._preprocess_pool = PreprocessPool(preprocessor, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
+        self._begun_ns = 0
+        """Monotonic time when a step last could start, nanoseconds."""
         seal = ledger.seal("thinker")
         self._sender = LinkSender[OpenSession, ThinkerMessage](
             ledger,
@@ -221,8 +223,10 @@ class ThinkerStage:
         # After the look: nothing leaves for a session that has just ended.
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
-        rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
+        rule = self._rule(now)
         paused = rule is not None
+        if not paused:
+            self._begun_ns = now
         self._engine.pause(paused)
         self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for(rule)
@@ -230,10 +234,23 @@ class ThinkerStage:
             self.request_metrics.log_accepted()
         return CLAIMED_POLL_S if paused else delay
 
+    def _rule(self, now: int) -> Doing | None:
+        """Return the rule by which no step starts now; None = one may start."""
+        if self._ledger.device_claimed():
+            return "claim"
+        if not self._ledger.shares_device_with("token2wav"):
+            return None
+        if self._must_pause(now):
+            return "pause"
+        return "interval" if now - self._begun_ns < self._interval_ns() else None
+
+    def _interval_ns(self) -> int:
+        sessions = [session for session in self._open.values() if session.session is not None and not session.ended_ns]
+        rows_ahead = [rows for session in sessions if (rows := session.rows_ahead) is not None]
+        return thinker_interval_ns(len(sessions), rows_ahead, self._settings.policy.interval_ms * NS_PER_MS)
+
     def _must_pause(self, now: int) -> bool:
         """Return True if every pending first window waits only for the later stages."""
-        if not self._ledger.shares_device_with("token2wav"):
-            return False
         policy, steps = self._settings.policy, self._engine.steps_under_way
         is_read = any(session.is_read for session in self._open.values())
         ready = (session.first_window_ready_ns(self._ledger, steps, now) for session in self._open.values())

@@ -97,6 +97,22 @@ def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
     engine.abort("s")
 
 
+def test_a_sequence_is_ready_while_its_next_row_waits_for_a_step(engine, cases):
+    case, found = cases[2], []
+    assert not engine.is_ready("s"), "unknown"
+    engine.open("s", case.prompt, GREEDY)
+    engine.feed("s", case.rows[: case.prompt_rows])
+    found.append(engine.is_ready("s"))
+    for count in (0, 1):
+        engine.feed("s", case.rows[case.prompt_rows + count][None])
+        found.append(engine.is_ready("s"))
+        Spoken().drain(engine)
+        found.append(engine.is_ready("s"))
+    engine.abort("s")
+    assert found == [False, True, False, True, False]
+    assert not engine.is_ready("s"), "gone"
+
+
 def test_no_step_is_run_for_nothing_while_sequences_wait(engine, cases, monkeypatch):
     scheduled = []
 

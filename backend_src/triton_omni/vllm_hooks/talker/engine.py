@@ -166,6 +166,13 @@ class TalkerVllmEngine:
         """Run decode steps on a part of the GPU from now on, or on all of it, see `shared/partition.py`."""
         self._runner.confine(confined)
 
+    def is_ready(self, key: str) -> bool:
+        """True if a step could bring the sequence's next code: its row is there, and room for it in the batch."""
+        sequence = self._open.get(key)
+        if sequence is None or sequence.request_id is None:
+            return False
+        return bool(self._core.scheduler.is_ready(sequence.request_id))
+
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []

@@ -93,6 +93,13 @@ class WaitingMixin(PausableMixin, _Scheduler):
             return True
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
+    def is_ready(self, request_id: str) -> bool:
+        """True if a step could advance a request now."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        return not self.waits(request) if request in self.running else len(self.running) < self.max_num_running_reqs
+
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now.
 
