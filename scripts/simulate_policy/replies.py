@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
-from triton_omni.core.settings import StreamingPlan
+from triton_omni.core.settings import Token2WavSettings
 from triton_omni_client.bench.records import Chunk
 
-PLAN: Final = StreamingPlan()
+PLAN: Final = Token2WavSettings().plans["balanced"]
 CODES_PER_BLOCK, FRAMES_PER_BLOCK, MS_PER_CODE = 12, 24, 20
 """A block of the DiT: its codes and mel frames, and the sound of one code."""
+FIRST_CODES: Final = PLAN.chunk_blocks[0] * CODES_PER_BLOCK + (
+    PLAN.first_look_ahead_codes or PLAN.look_ahead_blocks * CODES_PER_BLOCK
+)
+"""Codes that make the first window due."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Reply:
     def wanted(self) -> int:
         """Codes that make the next window due."""
         needed = self.given_codes + (self.blocks + PLAN.look_ahead_blocks) * CODES_PER_BLOCK
-        return min(needed, self.request.codes)
+        return min(needed if self.window else FIRST_CODES, self.request.codes)
 
     @property
     def has_codes(self) -> bool:
@@ -82,7 +86,7 @@ class Reply:
     @property
     def rows_ahead(self) -> int:
         """Rows after those of the first window, negative while some of these are missing."""
-        return self.rows - (PLAN.chunk_blocks[0] + PLAN.look_ahead_blocks) * CODES_PER_BLOCK
+        return self.rows - FIRST_CODES
 
     @property
     def has_row(self) -> bool:

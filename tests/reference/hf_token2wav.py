@@ -150,10 +150,15 @@ def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
     """Mel frames that the vocoder reads of each chunk of a reply that goes on for long, the shortest first."""
     context, lengths, kept = plan.vocoder_context_frames, set(), 0
     lag = max(0, context - 24 * plan.look_ahead_blocks)
-    for blocks in (*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4):
+    for index, blocks in enumerate((*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4)):
         given, kept = max(0, kept - lag), kept + 24 * blocks
-        lengths.add(min(kept - lag + context, kept + 24 * plan.look_ahead_blocks) - max(0, given - context))
+        lengths.add(min(kept - lag + context, kept + 2 * _ahead(plan, index)) - max(0, given - context))
     return sorted(lengths)
+
+
+def _ahead(plan: StreamingPlan, index: int) -> int:
+    """Codes after a chunk that its window also sees."""
+    return 12 * plan.look_ahead_blocks if index else plan.first_look_ahead_codes or 12 * plan.look_ahead_blocks
 
 
 def streamed_waveform(
@@ -164,14 +169,14 @@ def streamed_waveform(
     HF solves each window but the first after one block more, which has the keys and values of the window before.
     """
     block, total = 12, len(codes)
-    ahead, context = plan.look_ahead_blocks * block, plan.vocoder_context_frames
-    lag = max(0, context - 2 * ahead)
+    context = plan.vocoder_context_frames
+    lag = max(0, context - 24 * plan.look_ahead_blocks)
     kept, overlap = torch.empty(0, 80), torch.empty(0)
     rows: PastRows = {}
     chunks: list[Tensor] = []
     start = given = 0
     for index in itertools.count():
-        size = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)]
+        size, ahead = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)], _ahead(plan, index)
         end = start + size * block
         final = total < end + max(ahead, 1)
         end, solved_end = (total, total) if final else (end, end + ahead)

@@ -129,6 +129,7 @@ def test_what_a_request_chooses_is_what_hf_s_sampler_does_with_it(
 
 PLANS = {
     "balanced": StreamingPlan(),
+    "first less far ahead": StreamingPlan(first_look_ahead_codes=6),
     "no context": StreamingPlan(chunk_blocks=(2,), look_ahead_blocks=0, vocoder_context_frames=0),
     "audio lags": StreamingPlan(chunk_blocks=(2, 1), look_ahead_blocks=0),
     "long context": StreamingPlan(chunk_blocks=(1, 3), look_ahead_blocks=1, vocoder_context_frames=30),

@@ -15,7 +15,7 @@ import torch
 
 from reference.hf_token2wav import HfToken2Wav, solved_by, streamed_waveform
 from server.serving import TINY, Served
-from triton_omni.core.settings import StreamingPlan
+from triton_omni.core.settings import Token2WavSettings
 from triton_omni_client import BadRequest, Info, Reply, Request, ThinkerOptions, Token2WavOptions
 
 SAME = 1e-5
@@ -87,7 +87,9 @@ def test_what_is_chosen_of_the_solver_is_what_hf_s_sampler_does_with_it(server: 
     assert server.records.codes("control: offline") == server.records.codes("control: streaming") == tuple(codes)
     with solved_by("euler"):
         offline = hf.waveform(codes, "Ethan", SPOKEN["seed"], **chosen)
-        streamed = torch.cat(streamed_waveform(hf, codes, StreamingPlan(), "Ethan", SPOKEN["seed"], **chosen))
+        streamed = torch.cat(
+            streamed_waveform(hf, codes, Token2WavSettings().plans["balanced"], "Ethan", SPOKEN["seed"], **chosen)
+        )
     np.testing.assert_allclose(ours["offline"], offline.numpy(), rtol=0, atol=LIKE_HF)
     np.testing.assert_allclose(ours["streaming"], streamed.numpy(), rtol=0, atol=LIKE_HF)
     assert np.abs(ours["streaming"] - plain.audio).max() > 100 * LIKE_HF

@@ -12,8 +12,12 @@ from triton_omni.core.settings import StreamingPlan
 from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan, streaming_plan
 
 PLANS = [
-    StreamingPlan(chunk_blocks=blocks, look_ahead_blocks=ahead, vocoder_context_frames=context)
-    for blocks, ahead, context in itertools.product([(1,), (2,), (1, 2, 3), (4, 1)], [0, 1, 3], [0, 1, 24, 30, 90])
+    StreamingPlan(
+        chunk_blocks=blocks, look_ahead_blocks=ahead, first_look_ahead_codes=first, vocoder_context_frames=context
+    )
+    for blocks, (ahead, first), context in itertools.product(
+        [(1,), (2,), (1, 2, 3), (4, 1)], [(0, None), (1, None), (1, 5), (3, None), (3, 40)], [0, 1, 24, 30, 90]
+    )
     if (blocks[0] + ahead) * 24 > context
 ]
 LENGTHS = [0, 1, 2, 11, 12, 13, 23, 24, 25, 36, 37, 60, 72, 100, 143, 144, 145]
@@ -46,7 +50,8 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
         for chunk in chunks:
             begins = max(0, chunk.audio.start - plan.vocoder_context)
             assert chunk.vocoder.start <= begins if chunk.final else chunk.vocoder.start == begins
-            assert chunk.vocoder.end == min(total, chunk.audio.end + plan.vocoder_context)
+            seen = total if chunk.index or settings.first_look_ahead_codes is None else chunk.solved.end
+            assert chunk.vocoder.end == min(seen, chunk.audio.end + plan.vocoder_context)
             assert chunk.kept.start == chunk.solved.start
             assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
             assert chunk.kept.end <= chunk.solved.end
@@ -101,7 +106,8 @@ def test_a_chunk_is_the_same_whenever_it_becomes_due(settings: StreamingPlan) ->
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
 def test_windows_stay_bounded_however_long_the_stream(settings: StreamingPlan) -> None:
-    widest = (max(settings.chunk_blocks) + settings.look_ahead_blocks) * 24
+    first = settings.chunk_blocks[0] * 24 + 2 * (settings.first_look_ahead_codes or 0)
+    widest = max(first, (max(settings.chunk_blocks) + settings.look_ahead_blocks) * 24)
     assert all(len(chunk.solved) <= widest for chunk in chunks_of(in_codes(settings), 1000))
 
 
@@ -110,6 +116,15 @@ def test_default_plan_speaks_after_one_block_and_its_look_ahead() -> None:
     assert plan.chunk(0, 23, ended=False) is None
     chunk = plan.chunk(0, 24, ended=False)
     assert chunk == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 24), vocoder=Span(0, 48), audio=Span(0, 24))
+
+
+def test_the_first_chunk_may_look_less_far_ahead() -> None:
+    plan = in_codes(StreamingPlan(first_look_ahead_codes=6))
+    assert plan.chunk(0, 17, ended=False) is None
+    first, second = plan.chunk(0, 18, ended=False), plan.chunk(1, 36, ended=False)
+    assert first == Chunk(0, False, solved=Span(0, 36), kept=Span(0, 24), vocoder=Span(0, 36), audio=Span(0, 24))
+    assert second == Chunk(1, False, solved=Span(24, 72), kept=Span(24, 48), vocoder=Span(0, 72), audio=Span(24, 48))
+    assert plan.chunk(1, 35, ended=False) is None
 
 
 def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:

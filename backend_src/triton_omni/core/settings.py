@@ -283,6 +283,8 @@ class StreamingPlan(_Frozen):
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
     """Blocks after the chunk that its window also sees; 0 = earlier speech, less like the whole reply."""
+    first_look_ahead_codes: Annotated[int, Field(ge=1, le=96)] | None = None
+    """The same of the first chunk alone, in codes; `null` = those of the blocks."""
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
     """Mel frames on each side that the vocoder reads beyond the samples it returns."""
 

@@ -21,6 +21,7 @@ One regular chunk, here with one block of look-ahead::
   context; its own samples come from the window that keeps it.
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
+- The first chunk may look less far ahead, so that speech begins sooner. The vocoder then reads fewer frames after it.
 - With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
   the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
   vocoder pads as it does offline.
@@ -85,6 +86,8 @@ class WindowPlan:
     chunk_codes: tuple[int, ...]
     """New codes of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_codes: int
+    first_look_ahead_codes: int
+    """The same of chunk 0."""
     vocoder_context: int
     """Mel frames of context on each side."""
     frames_per_code: int
@@ -113,12 +116,12 @@ class WindowPlan:
         start = self._first_code(index)
         end = start + self._size(index)
         if codes >= self.codes_needed(index):
-            return self._chunk(index, start, end, end + self.look_ahead_codes, final=False)
+            return self._chunk(index, start, end, end + self._look_ahead(index), final=False)
         return self._chunk(index, start, codes, codes, final=True) if ended else None
 
     def codes_needed(self, index: int) -> int:
         """Return the number of codes that make chunk `index` due before the stream has ended."""
-        return self._first_code(index) + self._size(index) + max(self.look_ahead_codes, 1)
+        return self._first_code(index) + self._size(index) + max(self._look_ahead(index), 1)
 
     def tail_start(self, chunk: Chunk) -> int:
         """Return the first mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
@@ -148,6 +151,9 @@ class WindowPlan:
     def _lag(self) -> int:
         return max(0, self.vocoder_context - self.look_ahead_codes * self.frames_per_code)
 
+    def _look_ahead(self, index: int) -> int:
+        return self.look_ahead_codes if index else self.first_look_ahead_codes
+
     def _size(self, index: int) -> int:
         return self.chunk_codes[min(index, len(self.chunk_codes) - 1)]
 
@@ -158,10 +164,12 @@ class WindowPlan:
 
 def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: int) -> WindowPlan:
     """Turn blocks into codes; `block_frames` is the DiT's block size, a multiple of `frames_per_code`."""
-    block = block_frames // frames_per_code
+    block, first = block_frames // frames_per_code, plan.first_look_ahead_codes
+    ahead = plan.look_ahead_blocks * block
     return WindowPlan(
         chunk_codes=tuple(blocks * block for blocks in plan.chunk_blocks),
-        look_ahead_codes=plan.look_ahead_blocks * block,
+        look_ahead_codes=ahead,
+        first_look_ahead_codes=ahead if first is None else first,
         vocoder_context=plan.vocoder_context_frames,
         frames_per_code=frames_per_code,
     )
@@ -169,4 +177,4 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
 
 def offline_plan(*, frames_per_code: int) -> WindowPlan:
     """Return the plan of a whole reply in one window."""
-    return WindowPlan((UNBOUNDED,), 0, 0, frames_per_code)
+    return WindowPlan((UNBOUNDED,), 0, 0, 0, frames_per_code)
