@@ -5,7 +5,7 @@
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
-# After `./build.sh setup`. A part takes two to forty minutes, `apart` three hours and two GPUs. `turns` needs BEFORE: another
+# After `./build.sh setup`. A part takes two to forty minutes, `rules` and `apart` hours, `apart` two GPUs. `turns` needs BEFORE: another
 # checkout, after `./build.sh setup` there.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
 # of random weights. RUNS (3; 5 where a part says so): how often each load, stage alone, or start is measured. PRESETS

@@ -415,8 +415,8 @@ class FakeTalkerEngine(_FakeEngine):
         self.fed: list[float] = []
         """Values of all rows fed, whatever the sequence."""
 
-    def is_ready(self, key):
-        return self.ready and key in self.open_keys
+    def has_row(self, key):
+        return self.ready if key in self.open_keys else None
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from triton_omni.supervisor.guard import Guard
 from triton_omni.supervisor.leftovers import end_group
 from triton_omni.supervisor.machine import ServerError, ServerNotReady, prepend
@@ -138,7 +140,10 @@ def _stop(process: subprocess.Popen[bytes], log: Path) -> None:
     try:
         process.wait(_STOPS_WITHIN_S)
     except subprocess.TimeoutExpired as error:
+        started = psutil.Process(process.pid).children(recursive=True)
         end_group(process)
+        # Its guard ends tritonserver, which leads a group of its own: the next server needs the GPU's memory.
+        psutil.wait_procs(started, _STOPS_WITHIN_S)
         raise ServerError(
             f"the server did not stop within {_STOPS_WITHIN_S:g} s, and was killed; log: {log}"
         ) from error

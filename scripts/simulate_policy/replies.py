@@ -8,6 +8,7 @@ from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import Token2WavSettings
+from triton_omni.policy.rules import CODE_NS
 from triton_omni_client.bench.records import Chunk
 
 PLAN: Final = Token2WavSettings().plans["balanced"]
@@ -46,6 +47,7 @@ class Reply:
     sound_until_ns: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     _ready_ns: int = 0
+    _first_codes_ns: int = 0
 
     @property
     def opened_ns(self) -> int:
@@ -83,10 +85,12 @@ class Reply:
         """True if the next window can be launched."""
         return self.has_codes and not self.launched and not self.is_over
 
-    @property
-    def rows_ahead(self) -> int:
-        """Rows after those of the first window, negative while some of these are missing."""
-        return self.rows - FIRST_CODES
+    def rows_ahead(self, now_ns: int) -> int:
+        """Rows after those of the first window, less those played since its codes were there; negative while some of
+        that window are missing.
+        """
+        played = (now_ns - self._first_codes_ns) // CODE_NS if self._first_codes_ns else 0
+        return self.rows - FIRST_CODES - played
 
     @property
     def has_row(self) -> bool:
@@ -107,6 +111,7 @@ class Reply:
         self.codes += 1
         if self.codes == self.wanted:
             self.due_since_ns = now_ns
+            self._first_codes_ns = self._first_codes_ns or now_ns
 
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""

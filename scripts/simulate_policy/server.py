@@ -131,7 +131,7 @@ class Server:
         return self._now_ns - self._begun_ns[stage] < interval_ns
 
     def _thinker_interval_ns(self) -> int:
-        ahead = [reply.rows_ahead for reply in self._open if reply.rows < reply.request.tokens]
+        ahead = [reply.rows_ahead(self._now_ns) for reply in self._open if reply.rows < reply.request.tokens]
         return thinker_interval_ns(len(self._open), ahead, self.policies.thinker.interval_ms * NS_PER_MS)
 
     def _talker_interval_ns(self) -> int:

@@ -2,6 +2,7 @@
 """The session protocol over real stages, threads and ledger, with engines and the ensemble replaced by doubles."""
 
 import base64
+import itertools
 import json
 import threading
 import time
@@ -96,41 +97,61 @@ def doings(stage):
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_no_step_begins_within_an_interval(monkeypatch, stage):
-    interval_ns = [int(FOREVER_S * 1e9)]
+def test_steps_start_an_interval_apart(monkeypatch, stage):
+    monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: 8_000_000)
     with pipeline() as p:
+        engine, begun_ns = p.engines[("thinker", "talker").index(stage)], []
+        step = engine.step
+        engine.step = lambda: (begun_ns.append(time.monotonic_ns()), step())[1]
         finished(p.ask("12345"))
-        monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: interval_ns[0])
-        engine = p.engines[("thinker", "talker").index(stage)]
-        wait_for(lambda: engine.paused)
-        before = engine.steps
-        ensemble = p.ask("12345")
-        wait_for(lambda: "interval" in doings(getattr(p, stage)))
-        assert engine.steps == before
-        interval_ns[0] = 0
-        finished(ensemble)
+        assert "interval" in doings(getattr(p, stage))
         p.wait_until_empty()
+    apart_ns = [later - before for before, later in itertools.pairwise(begun_ns)]
+    assert len(apart_ns) > 5
+    assert min(apart_ns) >= 8_000_000
 
 
 def test_stages_of_other_devices_keep_no_interval(monkeypatch):
-    for stage in ("thinker", "talker"):
-        monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: int(FOREVER_S * 1e9))
+    told = []
     with pipeline() as p:
         p.ledgers[2].set_word(DEVICE, 2, "token2wav")
+        for stage in ("thinker", "talker"):
+            monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *args: told.append(args) or 0)
         finished(p.ask("12345"))
         p.wait_until_empty()
+    assert not told
 
 
 def test_the_talker_s_interval_follows_from_first_codes_that_are_awaited(monkeypatch):
     told = []
     monkeypatch.setattr("triton_omni.talker.stage.talker_interval_ns", lambda *args: told.append(args) or 0)
-    with pipeline(talker_settings=TalkerSettings(policy={"interval_ms": 7})) as p:
+    waveform = FakeWaveformEngine()
+    waveform.wanted = lambda key: 6
+    with pipeline(waveform=waveform, talker_settings=TalkerSettings(policy={"interval_ms": 7})) as p:
         for ready in (False, True):
             p.engines[1].ready = ready
             finished(p.ask("12345"))
             assert (1, [ready], 7_000_000) in told
         p.wait_until_empty()
     assert (1, [], 7_000_000) in told, "after the first codes"
+
+
+@pytest.mark.parametrize(("wanted", "awaited"), [(6, True), (1 << 30, False)], ids=["a stream", "a whole reply"])
+def test_first_codes_of_a_whole_reply_are_not_awaited(monkeypatch, wanted, awaited):
+    told = []
+    monkeypatch.setattr("triton_omni.talker.stage.talker_interval_ns", lambda *args: told.append(args) or 0)
+    waveform, talker, goes_on = FakeWaveformEngine(), FakeTalkerEngine(), threading.Event()
+    waveform.wanted = lambda key: wanted
+    has_work = talker.has_work
+    talker.has_work = lambda: goes_on.is_set() and has_work()
+    with pipeline(waveform=waveform, talker=talker) as p:
+        ensemble = p.ask("12345")
+        wait_for(lambda: p.ledgers[0].read(SessionKey(0, 1), WANTED, "token2wav") == wanted)
+        goes_on.set()
+        finished(ensemble)
+        p.wait_until_empty()
+    assert any(sessions for sessions, _, _ in told)
+    assert any(rows for _, rows, _ in told) == awaited
 
 
 def test_the_thinker_s_interval_follows_from_rows_ahead(monkeypatch):

@@ -101,10 +101,20 @@ def test_the_device_counts_for_one_batch_at_a_time() -> None:
     times.end(batch(FIRST, FIRST, begun=12, began_ms=2000, copied_ms=3000))
     # Begun earlier: the other batch went before it.
     times.end(batch(WHOLE, begun=10, began_ms=0, copied_ms=5500))
-    assert found(times) == {"first": (2, 1.0), "whole": (1, 2.5)}
+    assert found(times) == {"first": (2, 1.0), "whole": (1, 4.5)}
     assert phases(times) == pytest.approx(
-        {"first/wait": 24, "first/turn": 2, "first/device": 2, "whole/wait": 10, "whole/turn": 3.5, "whole/device": 2.5}
+        {"first/wait": 24, "first/turn": 2, "first/device": 2, "whole/wait": 10, "whole/turn": 1.5, "whole/device": 4.5}
     )
+
+
+def test_batches_between_two_steps_of_another_are_counted_once() -> None:
+    times = times_at([10, 14, 16, 18, 20])
+    times.begin()
+    for began_ms, copied_ms in [(2000, 3000), (4000, 4500)]:
+        times.end(batch(FIRST, began_ms=began_ms, copied_ms=copied_ms))
+    times.end(batch(WHOLE, began_ms=1000, copied_ms=6000))
+    times.end(batch(LATER, began_ms=6000, copied_ms=8000))
+    assert found(times) == {"first": (2, 1.5), "whole": (1, 3.5), "later": (1, 2.0)}
 
 
 def test_a_batch_after_a_rest_of_the_device_counts_from_its_own_beginning() -> None:

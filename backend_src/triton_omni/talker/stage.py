@@ -103,8 +103,8 @@ class TalkerStage:
             when_refused=self._when_refused,
         )
         self._interval_ns = 0
-        self._begun_ns = 0
-        """Monotonic time when a step last could start, nanoseconds."""
+        self._paused, self._begun_ns = False, 0
+        """If no step starts now; monotonic time when the last one started, nanoseconds."""
         self._batches = Histogram(POWERS)
         self._codes = self._cached_tokens = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
@@ -181,30 +181,34 @@ class TalkerStage:
         # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
         # that has just ended.
         self._sender.send(sessions.values(), self._interval_ns)
-        rule = self._rule(time.monotonic_ns())
-        paused = rule is not None
-        self._engine.pause(paused)
+        rule, wait_s = self._rule(time.monotonic_ns())
+        self._paused = rule is not None
+        self._engine.pause(self._paused)
         self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for(rule)
-        if paused:
-            delay = min(delay, CLAIMED_POLL_S)
+        delay = min(delay, wait_s)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)
         return min(delay, SOON_S) if self._unopened else delay
 
-    def _rule(self, now: int) -> Doing | None:
-        """Return the rule by which no step starts now; None = one may start."""
+    def _rule(self, now: int) -> tuple[Doing | None, float]:
+        """Return the rule by which no step starts now, None if one may start, and the seconds until it is asked again
+        at the latest.
+        """
         if self._ledger.device_claimed():
-            return "claim"
-        if self._ledger.shares_device_with("token2wav") and now - self._begun_ns < self._step_interval_ns():
-            return "interval"
-        self._begun_ns = now
-        return None
+            return "claim", CLAIMED_POLL_S
+        if not self._ledger.shares_device_with("token2wav"):
+            return None, IDLE_POLL_S
+        left_ns = self._begun_ns + self._step_interval_ns(now) - now
+        return ("interval", left_ns / 1e9) if left_ns > 0 else (None, IDLE_POLL_S)
 
-    def _step_interval_ns(self) -> int:
+    def _step_interval_ns(self, now: int) -> int:
+        limit_ns = self._settings.policy.interval_ms * NS_PER_MS
+        if now - self._begun_ns >= 2 * limit_ns:
+            return 0
         spoken = [session for session in self._sessions.open.values() if session.session.want_audio]
-        awaited = [self._engine.is_ready(one.key.name) for one in spoken if self._awaits_first_codes(one)]
-        return talker_interval_ns(len(spoken), awaited, self._settings.policy.interval_ms * NS_PER_MS)
+        rows = (self._engine.has_row(one.key.name) for one in spoken if self._awaits_first_codes(one))
+        return talker_interval_ns(len(spoken), [has_row for has_row in rows if has_row is not None], limit_ns)
 
     def _awaits_first_codes(self, session: OpenSession) -> bool:
         """Return True if the first window lacks codes. A whole reply does not count: it plays only after its end."""
@@ -213,6 +217,8 @@ class TalkerStage:
 
     def step(self) -> None:
         """Run one engine step over every session whose next row has arrived."""
+        if not self._paused:
+            self._begun_ns = time.monotonic_ns()
         outputs = self._engine.step()
         if outputs:
             self._batches.observe(len(outputs))

@@ -91,8 +91,8 @@ class ThinkerStage:
         self._preprocess_pool = PreprocessPool(preprocessor, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
-        self._begun_ns = 0
-        """Monotonic time when a step last could start, nanoseconds."""
+        self._paused, self._begun_ns = False, 0
+        """If no step starts now; monotonic time when the last one started, nanoseconds."""
         seal = ledger.seal("thinker")
         self._sender = LinkSender[OpenSession, ThinkerMessage](
             ledger,
@@ -201,6 +201,8 @@ class ThinkerStage:
 
     def step(self) -> None:
         """Run one engine step; its output is sent as soon as the send queues allow."""
+        if not self._paused:
+            self._begun_ns = time.monotonic_ns()
         outputs = self._engine.step()
         self.request_metrics.log_accepted()
         if outputs:
@@ -223,31 +225,35 @@ class ThinkerStage:
         # After the look: nothing leaves for a session that has just ended.
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
-        rule = self._rule(now)
-        paused = rule is not None
-        if not paused:
-            self._begun_ns = now
-        self._engine.pause(paused)
+        rule, wait_s = self._rule(now)
+        self._paused = rule is not None
+        self._engine.pause(self._paused)
         self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()
-        return CLAIMED_POLL_S if paused else delay
+        return min(delay, wait_s)
 
-    def _rule(self, now: int) -> Doing | None:
-        """Return the rule by which no step starts now; None = one may start."""
+    def _rule(self, now: int) -> tuple[Doing | None, float]:
+        """Return the rule by which no step starts now, None if one may start, and the seconds until it is asked again
+        at the latest.
+        """
         if self._ledger.device_claimed():
-            return "claim"
+            return "claim", CLAIMED_POLL_S
         if not self._ledger.shares_device_with("token2wav"):
-            return None
+            return None, IDLE_POLL_S
         if self._must_pause(now):
-            return "pause"
-        return "interval" if now - self._begun_ns < self._interval_ns() else None
+            return "pause", CLAIMED_POLL_S
+        left_ns = self._begun_ns + self._interval_ns(now) - now
+        return ("interval", left_ns / 1e9) if left_ns > 0 else (None, IDLE_POLL_S)
 
-    def _interval_ns(self) -> int:
+    def _interval_ns(self, now: int) -> int:
+        limit_ns = self._settings.policy.interval_ms * NS_PER_MS
+        if now - self._begun_ns >= limit_ns:
+            return 0
         sessions = [session for session in self._open.values() if session.session is not None and not session.ended_ns]
-        rows_ahead = [rows for session in sessions if (rows := session.rows_ahead) is not None]
-        return thinker_interval_ns(len(sessions), rows_ahead, self._settings.policy.interval_ms * NS_PER_MS)
+        rows_ahead = [rows for session in sessions if (rows := session.rows_ahead(now)) is not None]
+        return thinker_interval_ns(len(sessions), rows_ahead, limit_ns)
 
     def _must_pause(self, now: int) -> bool:
         """Return True if every pending first window waits only for the later stages."""

@@ -171,17 +171,6 @@ class InFlightBatch:
         """True if the samples are on the host."""
         return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
 
-    def device_s(self, before: torch.cuda.Event | None) -> float | None:
-        """Return the seconds that a finished batch took on the device; None on the CPU.
-
-        Args:
-            before: `copied` of the batch that finished last; the seconds count from there if it is later than `began`.
-        """
-        if self.began is None or self.copied is None:
-            return None
-        since = [self.began] if before is None else [self.began, before]
-        return min(float(event.elapsed_time(self.copied)) for event in since) / 1000
-
     def finished_windows(self) -> Iterator[FinishedWindow]:
         """Yield the result of each window; call only after the batch has finished."""
         *samples, flags = torch.split(self.host, [*self.lengths, FLAGS * len(self.batch)])

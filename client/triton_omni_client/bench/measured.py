@@ -17,7 +17,7 @@ from .report import SCHEMA, SCHEMA_VERSION
 
 _CLOSED = "closed"
 _OWN = frozenset({"seed", "ramp_up_s", "timeout", "prompts_from", "profile_export"})
-"""What may differ in the workloads of one set-up."""
+"""Keys in which workloads of one set-up may differ."""
 _ONE_LENGTH = Fraction(3, 2)
 """Mean replies of reports that belong together are not longer by this factor: chance alone makes a smaller one."""
 _AT_WORK = 0.05
@@ -90,7 +90,7 @@ def _differs(first: Report, other: Report) -> str | None:
 
 
 def _setup(report: Report) -> dict[str, Any]:
-    """What reports of one set-up share, by name; what the report does not tell is left out."""
+    """Facts that reports of one set-up share, by name, as far as the report tells them."""
     environment = report.get("environment", {})
     workload = {f"workload.{name}": value for name, value in report.get("workload", {}).items() if name not in _OWN}
     facts = {

@@ -166,12 +166,17 @@ class TalkerVllmEngine:
         """Run decode steps on a part of the GPU from now on, or on all of it, see `shared/partition.py`."""
         self._runner.confine(confined)
 
-    def is_ready(self, key: str) -> bool:
-        """True if a step could bring the sequence's next code: its row is there, and room for it in the batch."""
+    def has_row(self, key: str) -> bool | None:
+        """Return True if the row of the sequence's next code is there; None if the code waits for a place in the batch,
+        or the key is unknown.
+        """
         sequence = self._open.get(key)
-        if sequence is None or sequence.request_id is None:
+        if sequence is None:
+            return None
+        if sequence.request_id is None:
             return False
-        return bool(self._core.scheduler.is_ready(sequence.request_id))
+        found: bool | None = self._core.scheduler.has_row(sequence.request_id)
+        return found
 
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
