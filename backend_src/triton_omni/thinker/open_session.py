@@ -111,9 +111,10 @@ class OpenSession:
         return queue.skipped + queue.given + queue.held - prompt
 
     def rows_ahead(self, now_ns: int) -> int | None:
-        """Return the number of the reply's rows after those of its first window, less those that its sound has played
-        since; negative while some of that window are missing, without speech, and after the last row. None = the reply
-        is not being written.
+        """Return how many of the reply's rows its sound has not reached; None = the reply is not being written.
+
+        Rows of the first window do not count. The number is negative while some of these are missing, without speech,
+        and after the last row.
         """
         request = self.session
         if request is None or self.ended_ns or self.report is not None:
