@@ -54,9 +54,10 @@ TOGETHER='together=--concurrency 32 --requests 96'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
 LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
 
-listen() { # listen PLACES: a load of so many who hear replies of 20 s: three each up to 128, or two each where that is more
+listen() { # listen PLACES [REPLIES]: so many hear replies of 20 s: three each up to 128, or two each where that is more
     local replies=$((3 * $1))
     ((replies <= 128)) || replies=$(($1 > 64 ? 2 * $1 : 128))
+    replies=${2:-$replies}
     echo "listeners-$1=--concurrency $1 --requests $replies --ramp-up 20 --listen --warm-up 0"
 }
 
@@ -89,16 +90,14 @@ part_rules() { # each rule of a shared GPU switched off; five runs
         [no-pause]='{"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}'
         [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
         [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
-        [no-thinker-interval]='{"thinker": {"policy": {"interval_ms": 0}}}'
-        [no-talker-interval]='{"talker": {"policy": {"interval_ms": 0}}}'
         [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
-    local all='shipped no-claim no-pause no-gathering no-urgent-batch no-thinker-interval no-talker-interval not-confined'
+    local all='shipped no-claim no-pause no-gathering no-urgent-batch not-confined'
     for name in ${VARIANTS:-$all}; do
         [[ -v "off[$name]" ]] || { echo "VARIANTS: '$name' is none of those of rules: $all" >&2 && return 2; }
         variants+=(--variant "$name=${off[$name]}")
     done
-    RUNS=${RUNS:-5} several --load 'one=--concurrency 1 --requests 3 --talker-max-tokens 60' \
-        'together=--concurrency 32 --requests 48 --talker-max-tokens 300' "$(listen 32)" "$(listen 48)"
+    RUNS=${RUNS:-5} several --load 'crowds=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300' \
+        "$(listen 32 64)" "$(listen 48 96)"
     compare rules 7b "${variants[@]}" "${asked[@]}" && summary rules
 }
 

@@ -411,12 +411,8 @@ class FakeTalkerEngine(_FakeEngine):
         super().__init__()
         self.stop_after = stop_after
         self.cached = cached
-        self.ready = True
         self.fed: list[float] = []
         """Values of all rows fed, whatever the sequence."""
-
-    def has_row(self, key):
-        return self.ready if key in self.open_keys else None
 
     def open(self, key, prompt, sampling, *, priority=0):
         del sampling

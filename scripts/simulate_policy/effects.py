@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from triton_omni.core.policy_settings import TalkerPolicy, ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
 from triton_omni_client.bench.player import play
 
 from .costs import Costs
@@ -54,8 +54,6 @@ RULES_OFF: Final = {
     "no pause": Policies(thinker=ThinkerPolicy(pause_ms=0)),
     "no gathering": Policies(token2wav=Token2WavPolicy(gather_ms=0)),
     "no urgent batch": Policies(token2wav=Token2WavPolicy(enough_sound_ms=0)),
-    "no thinker interval": Policies(thinker=ThinkerPolicy(interval_ms=0)),
-    "no talker interval": Policies(talker=TalkerPolicy(interval_ms=0)),
 }
 
 

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
 from triton_omni.core.settings import Token2WavSettings
-from triton_omni.policy.rules import CODE_NS
 from triton_omni_client.bench.records import Chunk
 
 PLAN: Final = Token2WavSettings().plans["balanced"]
 CODES_PER_BLOCK, FRAMES_PER_BLOCK, MS_PER_CODE = 12, 24, 20
 """A block of the DiT: its codes and mel frames, and the sound of one code."""
-FIRST_CODES: Final = PLAN.chunk_blocks[0] * CODES_PER_BLOCK + (
-    PLAN.first_look_ahead_codes or PLAN.look_ahead_blocks * CODES_PER_BLOCK
-)
-"""Codes that make the first window due."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,6 @@ class Reply:
     sound_until_ns: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     _ready_ns: int = 0
-    _first_codes_ns: int = 0
 
     @property
     def opened_ns(self) -> int:
@@ -60,6 +55,11 @@ class Reply:
         return PLAN.chunk_blocks[min(self.window, len(PLAN.chunk_blocks) - 1)]
 
     @property
+    def look_ahead(self) -> int:
+        """Codes after those of the next window that it also sees."""
+        return PLAN.look_ahead_codes[min(self.window, len(PLAN.look_ahead_codes) - 1)]
+
+    @property
     def is_over(self) -> bool:
         """True if all sound was given."""
         return self.given_codes >= self.request.codes
@@ -69,11 +69,16 @@ class Reply:
         """True if no window was launched yet."""
         return not self.sound_until_ns and not self.launched
 
-    @property
+    @functools.cached_property
     def wanted(self) -> int:
         """Codes that make the next window due."""
-        needed = self.given_codes + (self.blocks + PLAN.look_ahead_blocks) * CODES_PER_BLOCK
-        return min(needed if self.window else FIRST_CODES, self.request.codes)
+        return min(self.given_codes + self.blocks * CODES_PER_BLOCK + self.look_ahead, self.request.codes)
+
+    @functools.cached_property
+    def next_window(self) -> Due:
+        """The next window as the rules see it; asked for once it is due."""
+        blocks = self.blocks + -(-self.look_ahead // CODES_PER_BLOCK)
+        return Due(self, self.sound_until_ns or self.opened_ns, self.is_silent, blocks * FRAMES_PER_BLOCK)
 
     @property
     def has_codes(self) -> bool:
@@ -84,13 +89,6 @@ class Reply:
     def is_due(self) -> bool:
         """True if the next window can be launched."""
         return self.has_codes and not self.launched and not self.is_over
-
-    def rows_ahead(self, now_ns: int) -> int:
-        """Rows after those of the first window, less those played since its codes were there; negative while some of
-        that window are missing.
-        """
-        played = (now_ns - self._first_codes_ns) // CODE_NS if self._first_codes_ns else 0
-        return self.rows - FIRST_CODES - played
 
     @property
     def has_row(self) -> bool:
@@ -111,13 +109,14 @@ class Reply:
         self.codes += 1
         if self.codes == self.wanted:
             self.due_since_ns = now_ns
-            self._first_codes_ns = self._first_codes_ns or now_ns
 
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""
         codes = min(self.blocks * CODES_PER_BLOCK, self.request.codes - self.given_codes)
         self.given_codes += codes
         self.window, self.launched = self.window + 1, False
+        for of_one_window in ("wanted", "next_window"):
+            self.__dict__.pop(of_one_window, None)
         sound_ms = codes * MS_PER_CODE
         self.chunks.append(Chunk(at_s=(now_ms - self.request.at_ms) / 1000, seconds=sound_ms / 1000))
         self.sound_until_ns = max(self.sound_until_ns, now_ns) + sound_ms * NS_PER_MS
@@ -135,12 +134,6 @@ class Due:
     frames: int
     is_streamed: bool = True
     flow: str = "rk4"
-
-    @classmethod
-    def of(cls, reply: Reply) -> Due:
-        """Return a reply's next window."""
-        frames = (reply.blocks + PLAN.look_ahead_blocks) * FRAMES_PER_BLOCK
-        return cls(reply, reply.sound_until_ns or reply.opened_ns, reply.is_silent, frames)
 
     @property
     def opened_ns(self) -> int:

@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from triton_omni.core.policy_settings import NS_PER_MS, TalkerPolicy, ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
 from triton_omni.policy.rules import (
     Claim,
     Snapshot,
     must_pause,
     next_batch,
-    talker_interval_ns,
-    thinker_interval_ns,
     wants_claim,
 )
 
@@ -55,7 +53,6 @@ class Policies:
     """Limits of the rules, by the stage that evaluates them."""
 
     thinker: ThinkerPolicy = field(default_factory=ThinkerPolicy)
-    talker: TalkerPolicy = field(default_factory=TalkerPolicy)
     token2wav: Token2WavPolicy = field(default_factory=Token2WavPolicy)
 
 
@@ -71,12 +68,11 @@ class Server:
     costs: Costs
     policies: Policies = field(default_factory=Policies)
     now_ms: float = 0.0
-    replies: list[Reply] = field(default_factory=list)
+    _open: list[Reply] = field(default_factory=list)
+    """Replies that have come and are not over."""
     _tasks: dict[Stage, Task] = field(default_factory=dict)
     _batches: list[Batch] = field(default_factory=list)
     """Batches that are being launched, the most urgent last."""
-    _begun_ns: dict[Stage, int] = field(default_factory=lambda: {"thinker": 0, "talker": 0})
-    """Monotonic time when the last step began, nanoseconds."""
 
     def __post_init__(self) -> None:
         self._claim = Claim(self.policies.token2wav.claim_ms * NS_PER_MS)
@@ -88,11 +84,13 @@ class Server:
             requests: the load.
             clients: number of requests that may be open; the next one is sent when a reply ends. None: all of them.
         """
-        waiting = list(requests)
-        while waiting or not all(reply.is_over for reply in self.replies):
+        waiting, replies = list(requests), list[Reply]()
+        while waiting or self._open:
             room = len(waiting) if clients is None else clients - len(self._open)
-            self.replies += [Reply(replace(one, at_ms=max(one.at_ms, self.now_ms))) for one in waiting[:room]]
-            del waiting[:room]
+            come = sum(request.at_ms <= self.now_ms for request in waiting[:room])
+            replies += [Reply(replace(one, at_ms=max(one.at_ms, self.now_ms))) for one in waiting[:come]]
+            self._open += replies[len(replies) - come :]
+            del waiting[:come]
             self._begin_steps()
             busy = set(self._tasks)
             rates = {stage: self.costs.rate(stage, busy) for stage in busy}
@@ -104,40 +102,22 @@ class Server:
                 if task.left_ms <= 1e-9:
                     del self._tasks[stage]
                     task.end()
-        return self.replies
+        return replies
 
     @property
     def _now_ns(self) -> int:
         # The rules take 0 for "never".
         return int(self.now_ms * NS_PER_MS) + 1
 
-    @property
-    def _open(self) -> list[Reply]:
-        return [reply for reply in self.replies if reply.request.at_ms <= self.now_ms and not reply.is_over]
-
     def _begin_steps(self) -> None:
-        claimed = (
-            self._claim.until_ns(wants_claim(self._snapshot(), self.policies.token2wav), self._now_ns) > self._now_ns
-        )
+        seen = self._snapshot()
+        claimed = self._claim.until_ns(wants_claim(seen, self.policies.token2wav), self._now_ns) > self._now_ns
         if "token2wav" not in self._tasks:
-            self._begin_window_step()
-        if not claimed and "talker" not in self._tasks and not self._is_early("talker", self._talker_interval_ns()):
+            self._begin_window_step(seen)
+        if not claimed and "talker" not in self._tasks:
             self._begin_talker_step()
-        is_free = not claimed and "thinker" not in self._tasks
-        if is_free and not self._must_pause() and not self._is_early("thinker", self._thinker_interval_ns()):
+        if not claimed and "thinker" not in self._tasks and not self._must_pause():
             self._begin_thinker_step()
-
-    def _is_early(self, stage: Stage, interval_ns: int) -> bool:
-        return self._now_ns - self._begun_ns[stage] < interval_ns
-
-    def _thinker_interval_ns(self) -> int:
-        ahead = [reply.rows_ahead(self._now_ns) for reply in self._open if reply.rows < reply.request.tokens]
-        return thinker_interval_ns(len(self._open), ahead, self.policies.thinker.interval_ms * NS_PER_MS)
-
-    def _talker_interval_ns(self) -> int:
-        silent = [reply for reply in self._open if reply.is_silent and not reply.has_codes]
-        awaited = [reply.has_talker_prompt and reply.has_row for reply in silent]
-        return talker_interval_ns(len(self._open), awaited, self.policies.talker.interval_ms * NS_PER_MS)
 
     def _must_pause(self) -> bool:
         ready = [reply.ready_since_ns(self._now_ns) for reply in self._open if reply.is_silent]
@@ -160,7 +140,6 @@ class Server:
             for reply in [*prompts, *decoding]:
                 reply.rows += 1
 
-        self._begun_ns["thinker"] = self._now_ns
         self._tasks["thinker"] = Task(self.costs.thinker_step_ms + tokens_ms, end)
 
     def _begin_talker_step(self) -> None:
@@ -182,13 +161,10 @@ class Server:
             for reply in decoding:
                 reply.take_code(self._now_ns)
 
-        self._begun_ns["talker"] = self._now_ns
         self._tasks["talker"] = Task(cost_ms, end)
 
-    def _begin_window_step(self) -> None:
-        batch = next_batch(
-            self._snapshot(), self.policies.token2wav, most_windows=MOST_WINDOWS, most_frames=MOST_FRAMES
-        )
+    def _begin_window_step(self, seen: Snapshot[Due]) -> None:
+        batch = next_batch(seen, self.policies.token2wav, most_windows=MOST_WINDOWS, most_frames=MOST_FRAMES)
         if batch:
             for due in batch:
                 due.reply.launched = True
@@ -204,11 +180,12 @@ class Server:
                 self._batches.remove(current)
                 for due in current.windows:
                     due.reply.take_sound(self.now_ms, self._now_ns)
+                self._open = [reply for reply in self._open if not reply.is_over]
 
         self._tasks["token2wav"] = Task(cost_ms / SOLVER_STEPS, end)
 
     def _snapshot(self) -> Snapshot[Due]:
-        due = [Due.of(reply) for reply in self._open if reply.is_due]
+        due = [reply.next_window for reply in self._open if reply.is_due]
         return Snapshot(
             now_ns=self._now_ns,
             due=sorted(due, key=lambda window: window.deadline_ns),

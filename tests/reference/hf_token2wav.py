@@ -149,7 +149,7 @@ def solved_by(solver: Solver) -> Iterator[None]:
 def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
     """Mel frames that the vocoder reads of each chunk of a reply that goes on for long, the shortest first."""
     context, lengths, kept = plan.vocoder_context_frames, set(), 0
-    lag = max(0, context - 24 * plan.look_ahead_blocks)
+    lag = max(0, context - 2 * plan.look_ahead_codes[-1])
     for index, blocks in enumerate((*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4)):
         given, kept = max(0, kept - lag), kept + 24 * blocks
         lengths.add(min(kept - lag + context, kept + 2 * _ahead(plan, index)) - max(0, given - context))
@@ -158,7 +158,7 @@ def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
 
 def _ahead(plan: StreamingPlan, index: int) -> int:
     """Codes after a chunk that its window also sees."""
-    return 12 * plan.look_ahead_blocks if index else plan.first_look_ahead_codes or 12 * plan.look_ahead_blocks
+    return plan.look_ahead_codes[min(index, len(plan.look_ahead_codes) - 1)]
 
 
 def streamed_waveform(
@@ -170,7 +170,7 @@ def streamed_waveform(
     """
     block, total = 12, len(codes)
     context = plan.vocoder_context_frames
-    lag = max(0, context - 24 * plan.look_ahead_blocks)
+    lag = max(0, context - 2 * plan.look_ahead_codes[-1])
     kept, overlap = torch.empty(0, 80), torch.empty(0)
     rows: PastRows = {}
     chunks: list[Tensor] = []

@@ -351,7 +351,6 @@ def test_each_rule_is_switched_off_before_few_and_many_listeners(
     }
     asked = asked_of(command, script)["not-confined"]
     assert [(one["concurrency"], one["listen"]) for one in asked] == [
-        ("1", False),
         ("32", False),
         ("32", True),
         ("48", True),

@@ -12,13 +12,11 @@ from triton_omni.core.settings import StreamingPlan
 from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan, streaming_plan
 
 PLANS = [
-    StreamingPlan(
-        chunk_blocks=blocks, look_ahead_blocks=ahead, first_look_ahead_codes=first, vocoder_context_frames=context
+    StreamingPlan(chunk_blocks=blocks, look_ahead_codes=ahead, vocoder_context_frames=context)
+    for blocks, ahead, context in itertools.product(
+        [(1,), (2,), (1, 2, 3), (4, 1)], [(0,), (12,), (5, 12), (3, 7, 9, 12), (36,), (40, 36)], [0, 1, 24, 30, 90]
     )
-    for blocks, (ahead, first), context in itertools.product(
-        [(1,), (2,), (1, 2, 3), (4, 1)], [(0, None), (1, None), (1, 5), (3, None), (3, 40)], [0, 1, 24, 30, 90]
-    )
-    if (blocks[0] + ahead) * 24 > context
+    if blocks[0] * 24 + ahead[-1] * 2 > context
 ]
 LENGTHS = [0, 1, 2, 11, 12, 13, 23, 24, 25, 36, 37, 60, 72, 100, 143, 144, 145]
 
@@ -50,7 +48,7 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
         for chunk in chunks:
             begins = max(0, chunk.audio.start - plan.vocoder_context)
             assert chunk.vocoder.start <= begins if chunk.final else chunk.vocoder.start == begins
-            seen = total if chunk.index or settings.first_look_ahead_codes is None else chunk.solved.end
+            seen = total if chunk.index >= len(settings.look_ahead_codes) - 1 else chunk.solved.end
             assert chunk.vocoder.end == min(seen, chunk.audio.end + plan.vocoder_context)
             assert chunk.kept.start == chunk.solved.start
             assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
@@ -106,25 +104,24 @@ def test_a_chunk_is_the_same_whenever_it_becomes_due(settings: StreamingPlan) ->
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
 def test_windows_stay_bounded_however_long_the_stream(settings: StreamingPlan) -> None:
-    first = settings.chunk_blocks[0] * 24 + 2 * (settings.first_look_ahead_codes or 0)
-    widest = max(first, (max(settings.chunk_blocks) + settings.look_ahead_blocks) * 24)
+    widest = max(settings.chunk_blocks) * 24 + max(settings.look_ahead_codes) * 2
     assert all(len(chunk.solved) <= widest for chunk in chunks_of(in_codes(settings), 1000))
 
 
 def test_default_plan_speaks_after_one_block_and_its_look_ahead() -> None:
     plan = in_codes(StreamingPlan())
-    assert plan.chunk(0, 23, ended=False) is None
-    chunk = plan.chunk(0, 24, ended=False)
-    assert chunk == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 24), vocoder=Span(0, 48), audio=Span(0, 24))
+    assert plan.chunk(0, 20, ended=False) is None
+    chunk = plan.chunk(0, 21, ended=False)
+    assert chunk == Chunk(0, False, solved=Span(0, 42), kept=Span(0, 24), vocoder=Span(0, 42), audio=Span(0, 24))
 
 
-def test_the_first_chunk_may_look_less_far_ahead() -> None:
-    plan = in_codes(StreamingPlan(first_look_ahead_codes=6))
-    assert plan.chunk(0, 17, ended=False) is None
-    first, second = plan.chunk(0, 18, ended=False), plan.chunk(1, 36, ended=False)
+def test_the_first_chunks_may_look_less_far_ahead() -> None:
+    plan = in_codes(StreamingPlan(look_ahead_codes=(6, 9, 12)))
+    assert [plan.codes_needed(index) for index in range(4)] == [18, 33, 60, 96]
+    first, second = plan.chunk(0, 18, ended=False), plan.chunk(1, 33, ended=False)
     assert first == Chunk(0, False, solved=Span(0, 36), kept=Span(0, 24), vocoder=Span(0, 36), audio=Span(0, 24))
-    assert second == Chunk(1, False, solved=Span(24, 72), kept=Span(24, 48), vocoder=Span(0, 72), audio=Span(24, 48))
-    assert plan.chunk(1, 35, ended=False) is None
+    assert second == Chunk(1, False, solved=Span(24, 66), kept=Span(24, 48), vocoder=Span(0, 66), audio=Span(24, 48))
+    assert plan.chunk(1, 32, ended=False) is None
 
 
 def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
@@ -152,7 +149,7 @@ def test_later_chunks_begin_with_their_first_new_frame_and_look_ahead() -> None:
 
 
 def test_without_look_ahead_the_audio_lags_by_the_vocoder_context() -> None:
-    plan = in_codes(StreamingPlan(chunk_blocks=(2,), look_ahead_blocks=0))
+    plan = in_codes(StreamingPlan(chunk_blocks=(2,), look_ahead_codes=(0,)))
     first, second = plan.chunk(0, 49, ended=False), plan.chunk(1, 49, ended=False)
     assert first == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 48), vocoder=Span(0, 48), audio=Span(0, 24))
     assert second == Chunk(1, False, solved=Span(48, 96), kept=Span(48, 96), vocoder=Span(0, 96), audio=Span(24, 72))
@@ -167,4 +164,4 @@ def test_offline_is_one_window_when_the_stream_has_ended() -> None:
 
 def test_a_plan_whose_first_chunk_has_no_sound_is_refused() -> None:
     with pytest.raises(ValidationError, match="vocoder_context_frames 24 leaves no sound of the first chunk"):
-        StreamingPlan(chunk_blocks=(1,), look_ahead_blocks=0)
+        StreamingPlan(chunk_blocks=(1,), look_ahead_codes=(0,))

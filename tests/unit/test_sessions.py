@@ -2,7 +2,6 @@
 """The session protocol over real stages, threads and ledger, with engines and the ensemble replaced by doubles."""
 
 import base64
-import itertools
 import json
 import threading
 import time
@@ -94,74 +93,6 @@ def test_no_step_begins_while_another_stage_claims_the_device(monkeypatch):
 def doings(stage):
     """Return the activities that a stage's loop has spent time on."""
     return {metric.labels["doing"] for metric in stage.metrics() if metric.name == "omni_loop_seconds_total"}
-
-
-@pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_steps_start_an_interval_apart(monkeypatch, stage):
-    monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *_: 8_000_000)
-    with pipeline() as p:
-        engine, begun_ns = p.engines[("thinker", "talker").index(stage)], []
-        step = engine.step
-        engine.step = lambda: (begun_ns.append(time.monotonic_ns()), step())[1]
-        finished(p.ask("12345"))
-        assert "interval" in doings(getattr(p, stage))
-        p.wait_until_empty()
-    apart_ns = [later - before for before, later in itertools.pairwise(begun_ns)]
-    assert len(apart_ns) > 5
-    assert min(apart_ns) >= 8_000_000
-
-
-def test_stages_of_other_devices_keep_no_interval(monkeypatch):
-    told = []
-    with pipeline() as p:
-        p.ledgers[2].set_word(DEVICE, 2, "token2wav")
-        for stage in ("thinker", "talker"):
-            monkeypatch.setattr(f"triton_omni.{stage}.stage.{stage}_interval_ns", lambda *args: told.append(args) or 0)
-        finished(p.ask("12345"))
-        p.wait_until_empty()
-    assert not told
-
-
-def test_the_talker_s_interval_follows_from_first_codes_that_are_awaited(monkeypatch):
-    told = []
-    monkeypatch.setattr("triton_omni.talker.stage.talker_interval_ns", lambda *args: told.append(args) or 0)
-    waveform = FakeWaveformEngine()
-    waveform.wanted = lambda key: 6
-    with pipeline(waveform=waveform, talker_settings=TalkerSettings(policy={"interval_ms": 7})) as p:
-        for ready in (False, True):
-            p.engines[1].ready = ready
-            finished(p.ask("12345"))
-            assert (1, [ready], 7_000_000) in told
-        p.wait_until_empty()
-    assert (1, [], 7_000_000) in told, "after the first codes"
-
-
-@pytest.mark.parametrize(("wanted", "awaited"), [(6, True), (1 << 30, False)], ids=["a stream", "a whole reply"])
-def test_first_codes_of_a_whole_reply_are_not_awaited(monkeypatch, wanted, awaited):
-    told = []
-    monkeypatch.setattr("triton_omni.talker.stage.talker_interval_ns", lambda *args: told.append(args) or 0)
-    waveform, talker, goes_on = FakeWaveformEngine(), FakeTalkerEngine(), threading.Event()
-    waveform.wanted = lambda key: wanted
-    has_work = talker.has_work
-    talker.has_work = lambda: goes_on.is_set() and has_work()
-    with pipeline(waveform=waveform, talker=talker) as p:
-        ensemble = p.ask("12345")
-        wait_for(lambda: p.ledgers[0].read(SessionKey(0, 1), WANTED, "token2wav") == wanted)
-        goes_on.set()
-        finished(ensemble)
-        p.wait_until_empty()
-    assert any(sessions for sessions, _, _ in told)
-    assert any(rows for _, rows, _ in told) == awaited
-
-
-def test_the_thinker_s_interval_follows_from_rows_ahead(monkeypatch):
-    told = []
-    monkeypatch.setattr("triton_omni.thinker.stage.thinker_interval_ns", lambda *args: told.append(args) or 0)
-    with pipeline(settings=ThinkerSettings(max_sessions=8, policy={"interval_ms": 7})) as p:
-        finished(p.ask("12345"))
-        p.wait_until_empty()
-    assert (1, [-1], 7_000_000) in told
-    assert (1, [], 7_000_000) in told, "while the reply plays"
 
 
 def test_a_claim_that_begins_behind_a_poll_holds_from_the_next_one_on(monkeypatch):

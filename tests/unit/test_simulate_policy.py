@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -81,17 +80,6 @@ def test_urgent_batches_keep_gaps_short(model: SimpleNamespace) -> None:
     shipped, off = effect(model, "32 together", "all"), effect(model, "32 together", "no urgent batch")
     assert off.silence_s > 1.5 * shipped.silence_s
     assert off.speech_per_second < shipped.speech_per_second
-
-
-def test_intervals_bring_the_first_audio_of_new_listeners_sooner(model: SimpleNamespace) -> None:
-    """By the median of three loads: a small change of one moves its few late replies by a tenth."""
-    costs, found = model.costs.read_costs(), {}
-    loads = [model.effects.Load(model.effects.spread(48, 1000, apart_ms)) for apart_ms in (600.0, 625.0, 650.0)]
-    for rules in ("all", "no thinker interval", "no talker interval"):
-        effects = [model.effects.simulate(load, costs, model.effects.RULES_OFF[rules]) for load in loads]
-        found[rules] = statistics.median(one.first_audio_p95_ms for one in effects)
-    assert found["no thinker interval"] > 1.05 * found["all"]
-    assert found["no talker interval"] > 1.05 * found["all"]
 
 
 def test_claims_beside_first_codes_would_delay_requests_that_follow(

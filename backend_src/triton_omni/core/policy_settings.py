@@ -24,19 +24,6 @@ class ThinkerPolicy(BaseModel):
     """Longest pause after the rows of all pending first windows, so that their codes come sooner; 0 = none."""
     pause_text_ms: Milliseconds = 20
     """The same while a text-only reply is decoded."""
-    interval_ms: Annotated[int, Field(ge=0, le=15)] = 12
-    """Milliseconds between two steps while many sessions are open and few replies are written, all ahead of their
-    sound; 0 = none."""
-
-
-class TalkerPolicy(BaseModel):
-    """The rule by which the talker leaves a shared GPU to the other stages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    interval_ms: Annotated[int, Field(ge=0, le=8)] = 5
-    """Milliseconds between two steps while many sessions are open; twice that while first codes are awaited, unless a
-    row of one is there. 0 = none."""
 
 
 class Token2WavPolicy(BaseModel):

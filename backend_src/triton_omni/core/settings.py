@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triton_omni.core.plain_yaml import UnreadableYaml, read_yaml
-from triton_omni.core.policy_settings import TalkerPolicy, ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
 from triton_omni.core.validation import wanted_kind, wanted_limit
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -29,7 +29,8 @@ Positive = Annotated[int, Field(gt=0)]
 Lead = Annotated[float, Field(ge=1, le=120)]
 """Seconds of sound ahead of a listener; with less than a window takes to be made, it would stop."""
 
-FRAMES_PER_BLOCK = 24  # of the DiT's attention: mel frames, two a code, so 12 codes
+FRAMES_PER_CODE = 2  # mel frames
+FRAMES_PER_BLOCK = 24  # of the DiT's attention: mel frames, so 12 codes
 
 _FOUND = reprlib.Repr()
 """Shows a wrong value. It looks into lists and mappings only so far: YAML's aliases make some of astronomic size."""
@@ -259,7 +260,6 @@ class TalkerSettings(_Frozen):
     """Compute a prompt from where it differs from an earlier spoken one of the same salt; the thinker needs
     `prefix_caching` too."""
     engine: TalkerEngineSettings = TalkerEngineSettings()
-    policy: TalkerPolicy = TalkerPolicy()
     max_sessions: Annotated[int, Field(gt=0, le=1024)] = 64
     """Sequences open at once; those beyond `engine.max_num_seqs` wait with their rows reserved."""
     max_codes: Annotated[int, Field(gt=0, le=4096)] = 4096
@@ -281,20 +281,19 @@ class StreamingPlan(_Frozen):
 
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
-    look_ahead_blocks: Annotated[int, Field(ge=0, le=8)] = 1
-    """Blocks after the chunk that its window also sees; 0 = earlier speech, less like the whole reply."""
-    first_look_ahead_codes: Annotated[int, Field(ge=1, le=96)] | None = None
-    """The same of the first chunk alone, in codes; `null` = those of the blocks."""
+    look_ahead_codes: Annotated[tuple[Annotated[int, Field(ge=0, le=96)], ...], Field(min_length=1)] = (9, 9, 12)
+    """Codes after chunk 0, 1, ... that its window also sees; the last entry repeats. Fewer = earlier speech, less like
+    the whole reply."""
     vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
     """Mel frames on each side that the vocoder reads beyond the samples it returns."""
 
     @model_validator(mode="after")
     def _first_chunk_has_sound(self) -> StreamingPlan:
-        seen = (self.chunk_blocks[0] + self.look_ahead_blocks) * FRAMES_PER_BLOCK
+        seen = self.chunk_blocks[0] * FRAMES_PER_BLOCK + self.look_ahead_codes[-1] * FRAMES_PER_CODE
         if seen <= self.vocoder_context_frames:
             raise ValueError(
                 f"vocoder_context_frames {self.vocoder_context_frames} leaves no sound of the first chunk: "
-                f"chunk_blocks[0] and look_ahead_blocks make {seen} mel frames"
+                f"chunk_blocks[0] and the last of look_ahead_codes make {seen} mel frames"
             )
         return self
 
@@ -353,8 +352,8 @@ class Token2WavSettings(_Frozen):
     """Name of the entry of `plans` that streams use."""
     plans: dict[str, StreamingPlan] = {
         "balanced": StreamingPlan(),
-        "low_latency": StreamingPlan(look_ahead_blocks=0, vocoder_context_frames=8),
-        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
+        "low_latency": StreamingPlan(look_ahead_codes=(0,), vocoder_context_frames=8),
+        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6), look_ahead_codes=(12,)),
     }
     """Streaming plans by name, as below."""
     diffusion: DiffusionSettings = DiffusionSettings()

@@ -11,10 +11,6 @@ take three times as long beside steps of thinker and talker.
   then two steps of the thinker are in flight.
 - *Gather*: first windows of streams that were opened together wait for each other. One launched alone delays the
   others for as long as ten take together.
-- *Interval*: thinker and talker start steps at an interval while many sessions are open. A step takes the GPU as long
-  for one reply as for eight, so fewer steps with more replies each leave time to others. A step that brings a first
-  window nearer starts at once, and one of the thinker for a reply that is not ahead of its sound. At the intervals a
-  reply still gets rows and codes faster than they are played.
 - *Urgent batch*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many
   small batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as
   its most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
@@ -39,14 +35,6 @@ TOGETHER_NS: Final = 120_000_000
 """Nanoseconds between the openings of streams that get their first codes at about the same time."""
 MANY: Final = 24
 """Number of streams above which some have an empty playback buffer all the time."""
-MANY_SESSIONS: Final = 8
-"""Number of open sessions up to which every step starts at once: the GPU has time for all."""
-FEW_WRITTEN: Final = 4
-"""Number of replies above which thinker steps at an interval would take speech from all of them."""
-ROWS_AHEAD: Final = 18
-"""Rows with which a reply is ahead of its sound, 0.36 s. With 12 or 30 the simulated effect is smaller."""
-CODE_NS: Final = 20_000_000
-"""Nanoseconds of sound of a codec code, for which the talker reads a row."""
 FEW: Final = 2
 """First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
@@ -215,32 +203,3 @@ def must_pause(ready_since_ns: Sequence[int], now_ns: int, limit_ns: int) -> boo
     """
     counted = [since for since in ready_since_ns if not since or now_ns - since < limit_ns]
     return bool(counted) and all(counted)
-
-
-# --- intervals --------------------------------------------------------------------------------------------------------
-
-
-def thinker_interval_ns(sessions: int, rows_ahead: Sequence[int], limit_ns: int) -> int:
-    """Return the nanoseconds from the start of one step to that of the next.
-
-    Args:
-        sessions: number of open sessions.
-        rows_ahead: for each reply that is being written, see `OpenSession.rows_ahead`.
-        limit_ns: the interval; 0 = none.
-    """
-    nobody_waits = 0 < len(rows_ahead) <= FEW_WRITTEN and all(rows >= ROWS_AHEAD for rows in rows_ahead)
-    return limit_ns if sessions > MANY_SESSIONS and nobody_waits else 0
-
-
-def talker_interval_ns(sessions: int, awaited: Sequence[bool], limit_ns: int) -> int:
-    """Return the nanoseconds from the start of one step to that of the next.
-
-    Args:
-        sessions: number of open sessions with speech.
-        awaited: for each of them whose first codes lack a row or a step, True if its next row is there.
-        limit_ns: the interval; 0 = none.
-    """
-    if sessions <= MANY_SESSIONS or any(awaited):
-        return 0
-    # The awaited codes need rows of the thinker, whose steps are faster without the talker's beside them.
-    return limit_ns * 2 if awaited else limit_ns

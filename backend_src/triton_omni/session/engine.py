@@ -394,11 +394,6 @@ class TalkerEngine(FedEngine, Protocol):
         this.
         """
 
-    def has_row(self, key: str) -> bool | None:
-        """Return True if the row of the sequence's next code is there; None if the code waits for a place in the batch,
-        or the key is unknown.
-        """
-
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
 

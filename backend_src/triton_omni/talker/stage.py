@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from triton_omni.core.errors import ErrorCode, InternalError, OmniError, TooLarge
-from triton_omni.core.metrics import POWERS, Doing, Histogram, Metric
-from triton_omni.core.policy_settings import NS_PER_MS
+from triton_omni.core.metrics import POWERS, Histogram, Metric
 from triton_omni.core.settings import TalkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.receiver import LinkLatency, LinkReceiver, Until
@@ -24,7 +23,6 @@ from triton_omni.link.ring import Ring
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
 from triton_omni.link.sessions import Arrival, LinkSessions
-from triton_omni.policy.rules import talker_interval_ns
 from triton_omni.session.engine import Sampling, TalkerEngine, TalkerOutput, TalkerPrompt
 from triton_omni.session.engine_health import EngineHealth
 from triton_omni.session.ledger import SessionLedger
@@ -103,8 +101,6 @@ class TalkerStage:
             when_refused=self._when_refused,
         )
         self._interval_ns = 0
-        self._paused, self._begun_ns = False, 0
-        """If no step starts now; monotonic time when the last one started, nanoseconds."""
         self._batches = Histogram(POWERS)
         self._codes = self._cached_tokens = 0
         # The last heartbeat's request of each session that is not open yet. By the whole key: a message with only a
@@ -181,44 +177,18 @@ class TalkerStage:
         # token2wav may need fewer codes than before, or have freed places. After the look: nothing leaves for a session
         # that has just ended.
         self._sender.send(sessions.values(), self._interval_ns)
-        rule, wait_s = self._rule(time.monotonic_ns())
-        self._paused = rule is not None
-        self._engine.pause(self._paused)
+        paused = self._ledger.device_claimed()
+        self._engine.pause(paused)
         self._engine.confine(self._ledger.device_has_windows())
-        self._loop.waits_for = self._health.waits_for(rule)
-        delay = min(delay, wait_s)
+        self._loop.waits_for = self._health.waits_for("claim" if paused else None)
+        if paused:
+            delay = min(delay, CLAIMED_POLL_S)
         for key, sender in list(self._unopened.items()):
             self._attend_unopened(key, sender)
         return min(delay, SOON_S) if self._unopened else delay
 
-    def _rule(self, now: int) -> tuple[Doing | None, float]:
-        """Return the rule by which no step starts now, None if one may start, and the seconds until it is asked again
-        at the latest.
-        """
-        if self._ledger.device_claimed():
-            return "claim", CLAIMED_POLL_S
-        if not self._ledger.shares_device_with("token2wav"):
-            return None, IDLE_POLL_S
-        left_ns = self._begun_ns + self._step_interval_ns(now) - now
-        return ("interval", left_ns / 1e9) if left_ns > 0 else (None, IDLE_POLL_S)
-
-    def _step_interval_ns(self, now: int) -> int:
-        limit_ns = self._settings.policy.interval_ms * NS_PER_MS
-        if now - self._begun_ns >= 2 * limit_ns:
-            return 0
-        spoken = [session for session in self._sessions.open.values() if session.session.want_audio]
-        rows = (self._engine.has_row(one.key.name) for one in spoken if self._awaits_first_codes(one))
-        return talker_interval_ns(len(spoken), [has_row for has_row in rows if has_row is not None], limit_ns)
-
-    def _awaits_first_codes(self, session: OpenSession) -> bool:
-        """Return True if the first window lacks codes. A whole reply does not count: it plays only after its end."""
-        is_pending = not session.send_queue.announced and session.report is None
-        return is_pending and self._wanted(session) <= self._settings.max_codes
-
     def step(self) -> None:
         """Run one engine step over every session whose next row has arrived."""
-        if not self._paused:
-            self._begun_ns = time.monotonic_ns()
         outputs = self._engine.step()
         if outputs:
             self._batches.observe(len(outputs))

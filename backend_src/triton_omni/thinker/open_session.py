@@ -11,7 +11,6 @@ import msgspec
 from triton_omni.core.errors import OmniError, StageName
 from triton_omni.core.tracing import NO_SPAN, Span
 from triton_omni.link.send_queue import Batch, SendQueue
-from triton_omni.policy.rules import CODE_NS
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import FinishReason, ThinkerOutput
 from triton_omni.session.ledger import SessionLedger
@@ -72,8 +71,8 @@ class OpenSession:
     ended_ns: int = 0
     first_wanted: int = 0
     """Codes that token2wav needs for its first window; 0 = not known yet."""
-    first_codes_ns: int = 0
-    """Monotonic time when token2wav was seen to have them, nanoseconds; 0 = it has not."""
+    has_first_codes: bool = False
+    """True if token2wav has them."""
     first_ready_ns: int = 0
     """Monotonic time since which no row of the first window needs another step, nanoseconds; 0 = some row does."""
     span: Span = NO_SPAN
@@ -110,20 +109,6 @@ class OpenSession:
         queue = self.send_queue
         return queue.skipped + queue.given + queue.held - prompt
 
-    def rows_ahead(self, now_ns: int) -> int | None:
-        """Return how many of the reply's rows its sound has not reached; None = the reply is not being written.
-
-        Rows of the first window do not count. The number is negative while some of these are missing, without speech,
-        and after the last row.
-        """
-        request = self.session
-        if request is None or self.ended_ns or self.report is not None:
-            return None
-        if not request.want_audio or not self.first_wanted or self.send_queue.all_left:
-            return -1
-        played = (now_ns - self.first_codes_ns) // CODE_NS if self.first_codes_ns else 0
-        return self.reply_rows - self.first_wanted - played
-
     @property
     def is_read(self) -> bool:
         """True if a text-only reply is being decoded."""
@@ -135,19 +120,19 @@ class OpenSession:
         """Return the monotonic time in nanoseconds since which no row of the session's first window needs another step.
         0 = some row does; None = no first window is pending.
         """
-        missing = self._missing_rows(ledger, now_ns)
+        missing = self._missing_rows(ledger)
         if missing is None:
             return None
         if missing <= steps_in_flight:
             self.first_ready_ns = self.first_ready_ns or now_ns
         return self.first_ready_ns
 
-    def _missing_rows(self, ledger: SessionLedger, now_ns: int) -> int | None:
+    def _missing_rows(self, ledger: SessionLedger) -> int | None:
         """Return how many rows of the reply the first window lacks, negative if there are more; None = none is
         pending.
         """
         request = self.session
-        if self.first_codes_ns or self.ended_ns or self.report is not None or request is None or self.is_prefill:
+        if self.has_first_codes or self.ended_ns or self.report is not None or request is None or self.is_prefill:
             return None
         if not request.want_audio:
             # A text-only request without text waits for a step too.
@@ -157,8 +142,8 @@ class OpenSession:
             return _MANY
         self.first_wanted = self.first_wanted or wanted
         # token2wav wants more once it has the codes of the first window.
-        self.first_codes_ns = now_ns if wanted > self.first_wanted else 0
-        if self.first_codes_ns or wanted > request.max_rows:
+        self.has_first_codes = wanted > self.first_wanted
+        if self.has_first_codes or wanted > request.max_rows:
             # Otherwise token2wav waits for the whole reply, in one window.
             return None
         return wanted - self.reply_rows

@@ -23,7 +23,7 @@ from triton_omni.core.settings import ThinkerSettings
 from triton_omni.core.tracing import NO_TRACER, Tracer
 from triton_omni.link.send_queue import SendQueue, message_interval_ns
 from triton_omni.link.sender import LinkSender
-from triton_omni.policy.rules import must_pause, thinker_interval_ns
+from triton_omni.policy.rules import must_pause
 from triton_omni.request.parse import RawRequest
 from triton_omni.session.engine import ThinkerEngine, ThinkerOutput
 from triton_omni.session.engine_health import EngineHealth
@@ -91,8 +91,6 @@ class ThinkerStage:
         self._preprocess_pool = PreprocessPool(preprocessor, settings.preprocess_threads)
         self._loop = StageLoop("omni-thinker", self, device)
         self._health = EngineHealth("thinker", engine, ledger)
-        self._paused, self._begun_ns = False, 0
-        """If no step starts now; monotonic time when the last one started, nanoseconds."""
         seal = ledger.seal("thinker")
         self._sender = LinkSender[OpenSession, ThinkerMessage](
             ledger,
@@ -201,8 +199,6 @@ class ThinkerStage:
 
     def step(self) -> None:
         """Run one engine step; its output is sent as soon as the send queues allow."""
-        if not self._paused:
-            self._begun_ns = time.monotonic_ns()
         outputs = self._engine.step()
         self.request_metrics.log_accepted()
         if outputs:
@@ -225,38 +221,19 @@ class ThinkerStage:
         # After the look: nothing leaves for a session that has just ended.
         self._send(self._open.values())
         # Decided once an iteration: `has_work` and the sleep time must refer to the same moment.
-        rule, wait_s = self._rule(now)
-        self._paused = rule is not None
-        self._engine.pause(self._paused)
+        rule: Doing | None = "claim" if self._ledger.device_claimed() else "pause" if self._must_pause(now) else None
+        paused = rule is not None
+        self._engine.pause(paused)
         self._engine.confine(self._ledger.device_has_windows())
         self._loop.waits_for = self._health.waits_for(rule)
         if not self.has_work():
             self.request_metrics.log_accepted()
-        return min(delay, wait_s)
-
-    def _rule(self, now: int) -> tuple[Doing | None, float]:
-        """Return the rule by which no step starts now, None if one may start, and the seconds until it is asked again
-        at the latest.
-        """
-        if self._ledger.device_claimed():
-            return "claim", CLAIMED_POLL_S
-        if not self._ledger.shares_device_with("token2wav"):
-            return None, IDLE_POLL_S
-        if self._must_pause(now):
-            return "pause", CLAIMED_POLL_S
-        left_ns = self._begun_ns + self._interval_ns(now) - now
-        return ("interval", left_ns / 1e9) if left_ns > 0 else (None, IDLE_POLL_S)
-
-    def _interval_ns(self, now: int) -> int:
-        limit_ns = self._settings.policy.interval_ms * NS_PER_MS
-        if now - self._begun_ns >= limit_ns:
-            return 0
-        sessions = [session for session in self._open.values() if session.session is not None and not session.ended_ns]
-        rows_ahead = [rows for session in sessions if (rows := session.rows_ahead(now)) is not None]
-        return thinker_interval_ns(len(sessions), rows_ahead, limit_ns)
+        return min(delay, CLAIMED_POLL_S) if paused else delay
 
     def _must_pause(self, now: int) -> bool:
         """Return True if every pending first window waits only for the later stages."""
+        if not self._ledger.shares_device_with("token2wav"):
+            return False
         policy, steps = self._settings.policy, self._engine.steps_under_way
         is_read = any(session.is_read for session in self._open.values())
         ready = (session.first_window_ready_ns(self._ledger, steps, now) for session in self._open.values())

@@ -21,10 +21,10 @@ One regular chunk, here with one block of look-ahead::
   context; its own samples come from the window that keeps it.
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
-- The first chunk may look less far ahead, so that speech begins sooner. The vocoder then reads fewer frames after it.
-- With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
-  the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
-  vocoder pads as it does offline.
+- The first chunks may look less far ahead, so that speech begins sooner. The vocoder then has less context after them.
+- With less look-ahead of later chunks than vocoder context, audio lags: it ends `context - look-ahead` frames before
+  `end`, and the next chunk begins there. So every sample has its full context on both sides, except at the ends of
+  those first chunks, and at the reply's ends, where the vocoder pads as it does offline.
 - A chunk is regular if the reply has more codes than the chunk keeps, and at least its look-ahead. Otherwise it is the
   final chunk and covers all that is left: at most one look-ahead more than a regular chunk. Nothing follows it.
 - For a final chunk the vocoder reads as many frames as for some regular one, if the reply has them: more of those
@@ -85,9 +85,8 @@ class WindowPlan:
 
     chunk_codes: tuple[int, ...]
     """New codes of chunk 0, 1, ...; the last entry repeats."""
-    look_ahead_codes: int
-    first_look_ahead_codes: int
-    """The same of chunk 0."""
+    look_ahead_codes: tuple[int, ...]
+    """Codes after chunk 0, 1, ... that its window also sees; the last entry repeats."""
     vocoder_context: int
     """Mel frames of context on each side."""
     frames_per_code: int
@@ -96,7 +95,7 @@ class WindowPlan:
         """Yield the first chunks of an endless reply, up to one that all later ones equal in shape."""
         # One more than listed, and as many as the vocoder's context may reach back to the beginning.
         reached = (self.vocoder_context + self._lag) // (self.frames_per_code * min(self.chunk_codes))
-        for index in range(len(self.chunk_codes) + 1 + reached):
+        for index in range(max(len(self.chunk_codes), len(self.look_ahead_codes)) + 1 + reached):
             if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
                 yield chunk
 
@@ -149,10 +148,10 @@ class WindowPlan:
 
     @property
     def _lag(self) -> int:
-        return max(0, self.vocoder_context - self.look_ahead_codes * self.frames_per_code)
+        return max(0, self.vocoder_context - self.look_ahead_codes[-1] * self.frames_per_code)
 
     def _look_ahead(self, index: int) -> int:
-        return self.look_ahead_codes if index else self.first_look_ahead_codes
+        return self.look_ahead_codes[min(index, len(self.look_ahead_codes) - 1)]
 
     def _size(self, index: int) -> int:
         return self.chunk_codes[min(index, len(self.chunk_codes) - 1)]
@@ -164,12 +163,10 @@ class WindowPlan:
 
 def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: int) -> WindowPlan:
     """Turn blocks into codes; `block_frames` is the DiT's block size, a multiple of `frames_per_code`."""
-    block, first = block_frames // frames_per_code, plan.first_look_ahead_codes
-    ahead = plan.look_ahead_blocks * block
+    block = block_frames // frames_per_code
     return WindowPlan(
         chunk_codes=tuple(blocks * block for blocks in plan.chunk_blocks),
-        look_ahead_codes=ahead,
-        first_look_ahead_codes=ahead if first is None else first,
+        look_ahead_codes=plan.look_ahead_codes,
         vocoder_context=plan.vocoder_context_frames,
         frames_per_code=frames_per_code,
     )
@@ -177,4 +174,4 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
 
 def offline_plan(*, frames_per_code: int) -> WindowPlan:
     """Return the plan of a whole reply in one window."""
-    return WindowPlan((UNBOUNDED,), 0, 0, 0, frames_per_code)
+    return WindowPlan((UNBOUNDED,), (0,), 0, frames_per_code)

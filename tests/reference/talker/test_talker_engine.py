@@ -97,33 +97,6 @@ def test_a_code_is_given_as_soon_as_its_row_is_there(engine, cases, expected):
     engine.abort("s")
 
 
-def test_a_sequence_has_a_row_until_a_step_reads_it(engine, cases):
-    case, found = cases[2], []
-    assert engine.has_row("s") is None, "unknown"
-    engine.open("s", case.prompt, GREEDY)
-    engine.feed("s", case.rows[: case.prompt_rows])
-    found.append(engine.has_row("s"))
-    for count in (0, 1):
-        engine.feed("s", case.rows[case.prompt_rows + count][None])
-        found.append(engine.has_row("s"))
-        Spoken().drain(engine)
-        found.append(engine.has_row("s"))
-    engine.abort("s")
-    assert found == [False, True, False, True, False]
-    assert engine.has_row("s") is None, "gone"
-
-
-def test_a_sequence_without_a_place_lacks_no_row(engine, cases):
-    places = 8
-    for number in range(places + 1):
-        engine.open(f"s{number}", cases[2].prompt, GREEDY)
-        engine.feed(f"s{number}", cases[2].rows[: cases[2].prompt_rows + 1])
-    Spoken().drain(engine)
-    assert [engine.has_row(f"s{number}") for number in range(places + 1)] == [False] * places + [None]
-    for number in range(places + 1):
-        engine.abort(f"s{number}")
-
-
 def test_no_step_is_run_for_nothing_while_sequences_wait(engine, cases, monkeypatch):
     scheduled = []
 

@@ -166,18 +166,6 @@ class TalkerVllmEngine:
         """Run decode steps on a part of the GPU from now on, or on all of it, see `shared/partition.py`."""
         self._runner.confine(confined)
 
-    def has_row(self, key: str) -> bool | None:
-        """Return True if the row of the sequence's next code is there; None if the code waits for a place in the batch,
-        or the key is unknown.
-        """
-        sequence = self._open.get(key)
-        if sequence is None:
-            return None
-        if sequence.request_id is None:
-            return False
-        found: bool | None = self._core.scheduler.has_row(sequence.request_id)
-        return found
-
     def step(self) -> list[TalkerOutput]:
         """Run one engine step over every sequence whose next row is there."""
         silent, self._silent = self._silent, []

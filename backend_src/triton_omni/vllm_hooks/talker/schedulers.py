@@ -93,14 +93,6 @@ class WaitingMixin(PausableMixin, _Scheduler):
             return True
         return not self._reserve_prefill_lookahead(request, request.num_computed_tokens, 1)
 
-    def has_row(self, request_id: str) -> bool | None:
-        """Return True if a request's next row is there; None if it waits for a place in the batch, or is unknown."""
-        request = self.requests.get(request_id)
-        if request in self.running:
-            return not self.waits(request)
-        has_place = request is not None and len(self.running) < self.max_num_running_reqs
-        return True if has_place else None
-
     def has_requests(self) -> bool:
         """True if vLLM should schedule a step now.
 
