@@ -45,8 +45,8 @@ LOADS: Final = {
     "8 together": Load(together(8, 200)),
     "32 together": Load(together(32, 300)),
     "32 ask again": Load(together(96, 300), clients=32),
-    "48 over 6 s": Load(spread(48, 300, 125.0)),
     "32 listen": Load(spread(64, 1000, 625.0)),
+    "48 listen": Load(spread(96, 1000, 417.0)),
 }
 RULES_OFF: Final = {
     "all": Policies(),

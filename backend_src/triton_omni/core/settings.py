@@ -353,7 +353,7 @@ class Token2WavSettings(_Frozen):
     plans: dict[str, StreamingPlan] = {
         "balanced": StreamingPlan(),
         "low_latency": StreamingPlan(look_ahead_codes=(0,), vocoder_context_frames=8),
-        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6), look_ahead_codes=(12,)),
+        "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
     """Streaming plans by name, as below."""
     diffusion: DiffusionSettings = DiffusionSettings()
