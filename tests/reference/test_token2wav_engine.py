@@ -109,7 +109,7 @@ def test_no_codes_give_one_empty_final_chunk(engine: Token2WavEngine) -> None:
 
 def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
-    engine.feed("a", some_codes(23))
+    engine.feed("a", some_codes(20))
     assert not engine.has_work()
     assert engine.step() == []
     engine.feed("a", some_codes(1))
@@ -119,7 +119,7 @@ def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine)
 def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     received = 0
-    for wanted in (24, 48, 84, 120, 156):
+    for wanted in (21, 45, 84, 120, 156):
         assert engine.wanted("a") == wanted
         engine.feed("a", some_codes(wanted - received - 1))
         assert not engine.has_work()
@@ -303,7 +303,7 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
     # 1, 2 and then 3 new blocks, and one of look-ahead: no earlier frame is solved again.
     assert costs == [48, 72, *[96] * (len(costs) - 2)]
     assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block of look-ahead"
-    assert vocoder.frames == [48, 96, *[120] * (len(costs) - 2)], "a block of context before, and one behind"
+    assert vocoder.frames == [42, 90, *[120] * (len(costs) - 2)], "a block of context before, and the look-ahead after"
     assert held == [(24, 2), (72, 2), *[(120, 2)] * (len(held) - 2)], "as many as the vocoder reads of any chunk"
 
 
