@@ -238,7 +238,7 @@ help_coverage() {
 Usage: ./build.sh coverage
 
 Runs all tests, as `test` does, and lists the lines of backend_src, client and gateway that none of them runs, in the
-processes of servers neither. Less than 85 % of the lines fails. It takes half as long again as `test`.
+processes of servers neither. Less than 85 % of the lines fails. It takes a quarter longer than `test`.
 TEXT
 }
 
