@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
-from triton_omni.core.settings import Token2WavSettings
+from triton_omni.core.settings import FRAMES_PER_BLOCK, FRAMES_PER_CODE, Token2WavSettings
+from triton_omni.token2wav.chunking import Chunk as Window
+from triton_omni.token2wav.chunking import streaming_plan
 from triton_omni_client.bench.records import Chunk
 
-PLAN: Final = Token2WavSettings().plans["balanced"]
-CODES_PER_BLOCK, FRAMES_PER_BLOCK, MS_PER_CODE = 12, 24, 20
-"""A block of the DiT: its codes and mel frames, and the sound of one code."""
+PLAN: Final = streaming_plan(
+    Token2WavSettings().plans["balanced"], block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE
+)
+REGULAR: Final = tuple(PLAN.regular_chunks())
+"""Chunks of a reply; those after the last have its shape."""
+MS_PER_CODE: Final = 20
+"""Sound of a code."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,13 @@ class Reply:
     sound_until_ns: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     _ready_ns: int = 0
+    wanted: int = field(init=False)
+    """Codes that make the next window due."""
+    _next: Window = field(init=False)
+    """The next window's shape."""
+
+    def __post_init__(self) -> None:
+        self._plan_window()
 
     @property
     def opened_ns(self) -> int:
@@ -50,14 +62,9 @@ class Reply:
         return int(self.request.at_ms * NS_PER_MS) + 1
 
     @property
-    def blocks(self) -> int:
-        """New blocks of the next window."""
-        return PLAN.chunk_blocks[min(self.window, len(PLAN.chunk_blocks) - 1)]
-
-    @property
-    def look_ahead(self) -> int:
-        """Codes after those of the next window that it also sees."""
-        return PLAN.look_ahead_codes[min(self.window, len(PLAN.look_ahead_codes) - 1)]
+    def frames(self) -> int:
+        """Mel frames of the next window, in whole blocks."""
+        return -(-len(self._next.solved) // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
 
     @property
     def is_over(self) -> bool:
@@ -68,17 +75,6 @@ class Reply:
     def is_silent(self) -> bool:
         """True if no window was launched yet."""
         return not self.sound_until_ns and not self.launched
-
-    @functools.cached_property
-    def wanted(self) -> int:
-        """Codes that make the next window due."""
-        return min(self.given_codes + self.blocks * CODES_PER_BLOCK + self.look_ahead, self.request.codes)
-
-    @functools.cached_property
-    def next_window(self) -> Due:
-        """The next window as the rules see it; asked for once it is due."""
-        blocks = self.blocks + -(-self.look_ahead // CODES_PER_BLOCK)
-        return Due(self, self.sound_until_ns or self.opened_ns, self.is_silent, blocks * FRAMES_PER_BLOCK)
 
     @property
     def has_codes(self) -> bool:
@@ -112,16 +108,19 @@ class Reply:
 
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""
-        codes = min(self.blocks * CODES_PER_BLOCK, self.request.codes - self.given_codes)
+        codes = min(len(self._next.kept) // FRAMES_PER_CODE, self.request.codes - self.given_codes)
         self.given_codes += codes
         self.window, self.launched = self.window + 1, False
-        for of_one_window in ("wanted", "next_window"):
-            self.__dict__.pop(of_one_window, None)
+        self._plan_window()
         sound_ms = codes * MS_PER_CODE
         self.chunks.append(Chunk(at_s=(now_ms - self.request.at_ms) / 1000, seconds=sound_ms / 1000))
         self.sound_until_ns = max(self.sound_until_ns, now_ns) + sound_ms * NS_PER_MS
         if self.has_codes:
             self.due_since_ns = now_ns
+
+    def _plan_window(self) -> None:
+        self.wanted = min(PLAN.codes_needed(self.window), self.request.codes)
+        self._next = REGULAR[min(self.window, len(REGULAR) - 1)]
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,11 @@ class Due:
     frames: int
     is_streamed: bool = True
     flow: str = "rk4"
+
+    @classmethod
+    def of(cls, reply: Reply) -> Due:
+        """Return a reply's next window."""
+        return cls(reply, reply.sound_until_ns or reply.opened_ns, reply.is_silent, reply.frames)
 
     @property
     def opened_ns(self) -> int:

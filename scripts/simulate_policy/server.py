@@ -12,13 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
-from triton_omni.policy.rules import (
-    Claim,
-    Snapshot,
-    must_pause,
-    next_batch,
-    wants_claim,
-)
+from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wants_claim
 
 from .costs import Costs, Stage
 from .replies import Due, Reply, Request
@@ -185,7 +179,7 @@ class Server:
         self._tasks["token2wav"] = Task(cost_ms / SOLVER_STEPS, end)
 
     def _snapshot(self) -> Snapshot[Due]:
-        due = [reply.next_window for reply in self._open if reply.is_due]
+        due = [Due.of(reply) for reply in self._open if reply.is_due]
         return Snapshot(
             now_ns=self._now_ns,
             due=sorted(due, key=lambda window: window.deadline_ns),
