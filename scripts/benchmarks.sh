@@ -10,7 +10,7 @@
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
 # of random weights. RUNS (3; 5 where a part says so): how often each load, stage alone, or start is measured. PRESETS
 # ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped no-claim"): a share of what is measured of presets, of `fp8`, of
-# `apart` and `rules`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
+# `apart`, `plans` and `rules`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
 PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
@@ -84,26 +84,36 @@ part_crowds() { # replies of 6 s
         --load 'crowds=--concurrency 32 --requests 128 --crowds --talker-max-tokens 300'
 }
 
-part_rules() { # each rule of a shared GPU switched off; five runs
-    local name variants=() asked=() whole='{"engine": {"partition_percent": 0}}'
-    local -A off=([shipped]='{}' [no-claim]='{"token2wav": {"policy": {"claim_ms": 0}}}'
-        [no-pause]='{"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}'
-        [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
-        [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
-        [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
-    local all='shipped no-claim no-pause no-gathering no-urgent-batch not-confined'
-    for name in ${VARIANTS:-$all}; do
-        [[ -v "off[$name]" ]] || { echo "VARIANTS: '$name' is none of those of rules: $all" >&2 && return 2; }
-        variants+=(--variant "$name=${off[$name]}")
+variants() { # variants PART LOADS...: those of `changes` that VARIANTS names, or all in `order`
+    local part=$1 name chosen=() asked=()
+    shift
+    for name in ${VARIANTS:-$order}; do
+        [[ -v "changes[$name]" ]] || { echo "VARIANTS: '$name' is none of those of $part: $order" >&2 && return 2; }
+        chosen+=(--variant "$name=${changes[$name]}")
     done
-    RUNS=${RUNS:-5} several --load 'crowds=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300' \
-        "$(listen 32 64)" "$(listen 48 96)"
-    compare rules 7b "${variants[@]}" "${asked[@]}" && summary rules
+    several --load "$@"
+    compare "$part" 7b "${chosen[@]}" "${asked[@]}" && summary "$part"
 }
 
-part_plans() {
-    compare plans 7b --variant 'steady={"token2wav": {"plan": "steady"}}' \
-        --variant "$LOW_LATENCY" --load "$ONE" --load "$TOGETHER" --load "$LISTENERS"
+SHARED=('one=--concurrency 1 --requests 8 --talker-max-tokens 100'
+    'crowds=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300' "$(listen 48 96)")
+
+part_rules() { # each rule of a shared GPU switched off; five runs
+    local order='shipped no-claim no-pause no-gathering neither no-urgent-batch not-confined'
+    local pause='"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}' whole='{"engine": {"partition_percent": 0}}'
+    local -A changes=([shipped]='{}' [no-claim]='{"token2wav": {"policy": {"claim_ms": 0}}}' [no-pause]="{$pause}"
+        [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
+        [neither]="{$pause, \"token2wav\": {\"policy\": {\"gather_ms\": 0}}}"
+        [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
+        [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
+    RUNS=${RUNS:-5} variants rules "${SHARED[@]}"
+}
+
+part_plans() { # streaming plans; `small-chunks` has two chunks more
+    local order='shipped steady low_latency small-chunks'
+    local -A changes=([shipped]='{}' [steady]='{"token2wav": {"plan": "steady"}}' [low_latency]="${LOW_LATENCY#*=}"
+        [small-chunks]='{"token2wav": {"plans": {"balanced": {"chunk_blocks": [1, 1, 1, 2, 2, 3, 4, 6]}}}}')
+    variants plans "${SHARED[@]}"
 }
 
 part_fp8() { # one stream of 6 s replies, 7B and 3B

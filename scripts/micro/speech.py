@@ -28,7 +28,7 @@ from .figures import OURS, READY, Metric, milliseconds
 from .plan import Plan, repeated, timed
 
 CODES_A_SECOND = 50
-WINDOW = StreamingPlan(chunk_blocks=(3,), look_ahead_codes=(12,))
+WINDOW = StreamingPlan(chunk_blocks=(3,), look_ahead_codes=12)
 """Every chunk is a window of 72 + 24 mel frames, of which 72 are new."""
 CODES_A_CHUNK, CODES_AHEAD = 36, 12
 SECONDS_A_WINDOW = 0.72

@@ -149,16 +149,11 @@ def solved_by(solver: Solver) -> Iterator[None]:
 def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
     """Mel frames that the vocoder reads of each chunk of a reply that goes on for long, the shortest first."""
     context, lengths, kept = plan.vocoder_context_frames, set(), 0
-    lag = max(0, context - 2 * plan.look_ahead_codes[-1])
-    for index, blocks in enumerate((*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4)):
+    lag = max(0, context - 2 * plan.look_ahead_codes)
+    for blocks in (*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4):
         given, kept = max(0, kept - lag), kept + 24 * blocks
-        lengths.add(min(kept - lag + context, kept + 2 * _ahead(plan, index)) - max(0, given - context))
+        lengths.add(min(kept - lag + context, kept + 2 * plan.look_ahead_codes) - max(0, given - context))
     return sorted(lengths)
-
-
-def _ahead(plan: StreamingPlan, index: int) -> int:
-    """Codes after a chunk that its window also sees."""
-    return plan.look_ahead_codes[min(index, len(plan.look_ahead_codes) - 1)]
 
 
 def streamed_waveform(
@@ -170,13 +165,13 @@ def streamed_waveform(
     """
     block, total = 12, len(codes)
     context = plan.vocoder_context_frames
-    lag = max(0, context - 2 * plan.look_ahead_codes[-1])
+    lag = max(0, context - 2 * plan.look_ahead_codes)
     kept, overlap = torch.empty(0, 80), torch.empty(0)
     rows: PastRows = {}
     chunks: list[Tensor] = []
     start = given = 0
     for index in itertools.count():
-        size, ahead = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)], _ahead(plan, index)
+        size, ahead = plan.chunk_blocks[min(index, len(plan.chunk_blocks) - 1)], plan.look_ahead_codes
         end = start + size * block
         final = total < end + max(ahead, 1)
         end, solved_end = (total, total) if final else (end, end + ahead)

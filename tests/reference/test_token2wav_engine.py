@@ -119,7 +119,7 @@ def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine)
 def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     received = 0
-    for wanted in (21, 45, 84, 120, 156):
+    for wanted in (21, 45, 81, 117, 153):
         assert engine.wanted("a") == wanted
         engine.feed("a", some_codes(wanted - received - 1))
         assert not engine.has_work()
@@ -129,7 +129,7 @@ def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) 
         received = wanted
     # A window that is due waits for nothing, and a reply in one piece wants no code before its end.
     engine.feed("a", some_codes(100))
-    assert engine.wanted("a") == 264
+    assert engine.wanted("a") == 261
     engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
     assert engine.wanted("whole") > SETTINGS.max_codes
 
@@ -300,11 +300,11 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
         if next_outputs(engine):
             costs.append(engine.frames_solved - before)
             held.append((engine.stats().rows_used, engine.stats().kv_blocks_used))
-    # 1, 2 and then 3 new blocks, and one of look-ahead: no earlier frame is solved again.
+    # 1, 2 and then 3 new blocks, and one for the look-ahead: no earlier frame is solved again.
     assert costs == [48, 72, *[96] * (len(costs) - 2)]
-    assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block of look-ahead"
-    assert vocoder.frames == [42, 90, *[120] * (len(costs) - 2)], "a block of context before, and the look-ahead after"
-    assert held == [(24, 2), (72, 2), *[(120, 2)] * (len(held) - 2)], "as many as the vocoder reads of any chunk"
+    assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
+    assert vocoder.frames == [42, 84, *[108] * (len(costs) - 2)], "18 frames of context before and after"
+    assert held == [(24, 2), (72, 2), *[(108, 2)] * (len(held) - 2)], "as many as the vocoder reads of any chunk"
 
 
 def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(

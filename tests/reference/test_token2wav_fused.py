@@ -316,7 +316,7 @@ def test_half_precision_without_a_gpu_is_refused_by_name() -> None:
 
 
 def test_vocoder_shapes_are_those_of_the_plans_regular_chunks(networks: Networks) -> None:
-    plans = {"plan": StreamingPlan(chunk_blocks=(1, 3), look_ahead_codes=(12,), vocoder_context_frames=24)}
+    plans = {"plan": StreamingPlan(chunk_blocks=(1, 3), look_ahead_codes=12, vocoder_context_frames=24)}
     settings = Token2WavSettings(plan="plan", plans=plans, max_batch=3, max_batch_frames=200)
     # Chunk 0: its block and the look-ahead; then 24 frames of context a side of 72, solved as 96 frames, two at once.
     assert vocoder_shapes(settings, networks) == [(1, 48), (1, 120), (2, 48), (2, 120)]

@@ -22,7 +22,7 @@ PLANS = [
     offline_plan(frames_per_code=2),
     *(
         streaming_plan(
-            StreamingPlan(chunk_blocks=blocks, look_ahead_codes=(12 * ahead,), vocoder_context_frames=context),
+            StreamingPlan(chunk_blocks=blocks, look_ahead_codes=12 * ahead, vocoder_context_frames=context),
             block_frames=24,
             frames_per_code=2,
         )

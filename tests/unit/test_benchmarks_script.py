@@ -335,7 +335,7 @@ def test_a_share_that_says_nothing_sensible_is_refused(
     assert (found, said.splitlines()[0], commands) == (code, sentence, [])
 
 
-def test_each_rule_is_switched_off_before_few_and_many_listeners(
+def test_each_rule_is_switched_off_for_one_stream_a_crowd_and_listeners(
     recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VARIANTS", "no-pause not-confined")
@@ -351,17 +351,31 @@ def test_each_rule_is_switched_off_before_few_and_many_listeners(
     }
     asked = asked_of(command, script)["not-confined"]
     assert [(one["concurrency"], one["listen"]) for one in asked] == [
+        ("1", False),
         ("32", False),
-        ("32", True),
         ("48", True),
     ]
 
 
-def test_a_rule_that_is_none_is_refused(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_have_the_loads_of_rules(recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS", "1")
+    monkeypatch.setenv("VARIANTS", "steady small-chunks")
+    _, _, (plans, _) = recorded.run(str(recorded.folder / "out"), "plans")
+    asked = asked_of(plans, script)
+    assert list(asked) == ["steady", "small-chunks"]
+    monkeypatch.setenv("VARIANTS", "shipped")
+    _, _, (*_, rules, _) = recorded.run(str(recorded.folder / "other"), "rules")
+    assert asked["steady"] == asked["small-chunks"] == asked_of(rules, script)["shipped"]
+
+
+@pytest.mark.parametrize(("part", "first"), [("rules", "shipped no-claim "), ("plans", "shipped steady ")])
+def test_a_variant_that_a_part_has_not_is_refused(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, part: str, first: str
+) -> None:
     monkeypatch.setenv("VARIANTS", "shipped no-gaps")
-    code, said, commands = recorded.run(str(recorded.folder / "out"), "rules")
+    code, said, commands = recorded.run(str(recorded.folder / "out"), part)
     assert (code, commands) == (1, [])
-    assert said.startswith("VARIANTS: 'no-gaps' is none of those of rules: shipped no-claim ")
+    assert said.startswith(f"VARIANTS: 'no-gaps' is none of those of {part}: {first}")
 
 
 def test_stages_alone_are_timed_as_often_as_is_asked(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

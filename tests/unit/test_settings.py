@@ -219,10 +219,10 @@ def test_a_preset_goes_before_the_diffusion_and_after_what_is_chosen(load):
 
 
 def test_a_first_chunk_without_sound_is_refused(load):
-    plan = "plans: {balanced: {chunk_blocks: [1], look_ahead_codes: [0], vocoder_context_frames: 24}}"
+    plan = "plans: {balanced: {chunk_blocks: [1], look_ahead_codes: 0, vocoder_context_frames: 24}}"
     with pytest.raises(SettingsError, match="vocoder_context_frames 24 leaves no sound of the first chunk"):
         load(plan, Token2WavSettings)
-    assert StreamingPlan(chunk_blocks=(1,), look_ahead_codes=(0,), vocoder_context_frames=23)
+    assert StreamingPlan(chunk_blocks=(1,), look_ahead_codes=0, vocoder_context_frames=23)
 
 
 def test_a_plan_without_chunks_is_refused(load):

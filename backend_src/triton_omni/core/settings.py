@@ -281,19 +281,18 @@ class StreamingPlan(_Frozen):
 
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
-    look_ahead_codes: Annotated[tuple[Annotated[int, Field(ge=0, le=96)], ...], Field(min_length=1)] = (9, 9, 12)
-    """Codes after chunk 0, 1, ... that its window also sees; the last entry repeats. Fewer = earlier speech, less like
-    the whole reply."""
-    vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 24
+    look_ahead_codes: Annotated[int, Field(ge=0, le=96)] = 9
+    """Codes after a chunk that its window also sees. Fewer = earlier speech, less like the whole reply."""
+    vocoder_context_frames: Annotated[int, Field(ge=0, le=96)] = 18
     """Mel frames on each side that the vocoder reads beyond the samples it returns."""
 
     @model_validator(mode="after")
     def _first_chunk_has_sound(self) -> StreamingPlan:
-        seen = self.chunk_blocks[0] * FRAMES_PER_BLOCK + self.look_ahead_codes[-1] * FRAMES_PER_CODE
+        seen = self.chunk_blocks[0] * FRAMES_PER_BLOCK + self.look_ahead_codes * FRAMES_PER_CODE
         if seen <= self.vocoder_context_frames:
             raise ValueError(
                 f"vocoder_context_frames {self.vocoder_context_frames} leaves no sound of the first chunk: "
-                f"chunk_blocks[0] and the last of look_ahead_codes make {seen} mel frames"
+                f"chunk_blocks[0] and look_ahead_codes make {seen} mel frames"
             )
         return self
 
@@ -352,7 +351,7 @@ class Token2WavSettings(_Frozen):
     """Name of the entry of `plans` that streams use."""
     plans: dict[str, StreamingPlan] = {
         "balanced": StreamingPlan(),
-        "low_latency": StreamingPlan(look_ahead_codes=(0,), vocoder_context_frames=8),
+        "low_latency": StreamingPlan(look_ahead_codes=0, vocoder_context_frames=8),
         "steady": StreamingPlan(chunk_blocks=(2, 1, 2, 3, 4, 6)),
     }
     """Streaming plans by name, as below."""

@@ -85,8 +85,8 @@ class WindowPlan:
 
     chunk_codes: tuple[int, ...]
     """New codes of chunk 0, 1, ...; the last entry repeats."""
-    look_ahead_codes: tuple[int, ...]
-    """Codes after chunk 0, 1, ... that its window also sees; the last entry repeats."""
+    look_ahead_codes: int
+    """Codes after a chunk that its window also sees."""
     vocoder_context: int
     """Mel frames of context on each side."""
     frames_per_code: int
@@ -95,7 +95,7 @@ class WindowPlan:
         """Yield the first chunks of an endless reply, up to one that all later ones equal in shape."""
         # One more than listed, and as many as the vocoder's context may reach back to the beginning.
         reached = (self.vocoder_context + self._lag) // (self.frames_per_code * min(self.chunk_codes))
-        for index in range(max(len(self.chunk_codes), len(self.look_ahead_codes)) + 1 + reached):
+        for index in range(len(self.chunk_codes) + 1 + reached):
             if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
                 yield chunk
 
@@ -115,12 +115,12 @@ class WindowPlan:
         start = self._first_code(index)
         end = start + self._size(index)
         if codes >= self.codes_needed(index):
-            return self._chunk(index, start, end, end + self._look_ahead(index), final=False)
+            return self._chunk(index, start, end, end + self.look_ahead_codes, final=False)
         return self._chunk(index, start, codes, codes, final=True) if ended else None
 
     def codes_needed(self, index: int) -> int:
         """Return the number of codes that make chunk `index` due before the stream has ended."""
-        return self._first_code(index) + self._size(index) + max(self._look_ahead(index), 1)
+        return self._first_code(index) + self._size(index) + max(self.look_ahead_codes, 1)
 
     def tail_start(self, chunk: Chunk) -> int:
         """Return the first mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
@@ -148,10 +148,7 @@ class WindowPlan:
 
     @property
     def _lag(self) -> int:
-        return max(0, self.vocoder_context - self.look_ahead_codes[-1] * self.frames_per_code)
-
-    def _look_ahead(self, index: int) -> int:
-        return self.look_ahead_codes[min(index, len(self.look_ahead_codes) - 1)]
+        return max(0, self.vocoder_context - self.look_ahead_codes * self.frames_per_code)
 
     def _size(self, index: int) -> int:
         return self.chunk_codes[min(index, len(self.chunk_codes) - 1)]
@@ -174,4 +171,4 @@ def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: i
 
 def offline_plan(*, frames_per_code: int) -> WindowPlan:
     """Return the plan of a whole reply in one window."""
-    return WindowPlan((UNBOUNDED,), (0,), 0, frames_per_code)
+    return WindowPlan((UNBOUNDED,), 0, 0, frames_per_code)
