@@ -3,7 +3,7 @@
 
 The windows follow from the plan and the reply's length alone, not from load or timing.
 
-One regular chunk, here with one block of look-ahead::
+One regular chunk::
 
     codes        ...........|===========|===========|===========|....
     past         .          [ last kept ]                              what the DiT's look-back sees, not solved again
@@ -21,10 +21,9 @@ One regular chunk, here with one block of look-ahead::
   context; its own samples come from the window that keeps it.
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
-- The first chunks may look less far ahead, so that speech begins sooner. The vocoder then has less context after them.
-- With less look-ahead of later chunks than vocoder context, audio lags: it ends `context - look-ahead` frames before
-  `end`, and the next chunk begins there. So every sample has its full context on both sides, except at the ends of
-  those first chunks, and at the reply's ends, where the vocoder pads as it does offline.
+- With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
+  the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
+  vocoder pads as it does offline.
 - A chunk is regular if the reply has more codes than the chunk keeps, and at least its look-ahead. Otherwise it is the
   final chunk and covers all that is left: at most one look-ahead more than a regular chunk. Nothing follows it.
 - For a final chunk the vocoder reads as many frames as for some regular one, if the reply has them: more of those
