@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Measures the figures of docs/benchmarks.md on one NVIDIA GPU of 80 GB or more: `quality` on the checkpoint that OMNI_MODEL
-# names, the others on random weights of the published sizes.
+# Measures the figures of docs/benchmarks.md on one NVIDIA GPU of 80 GB or more: `quality` and `look_ahead` on the
+# checkpoint that OMNI_MODEL names, the others on random weights of the published sizes. `look_ahead` takes no GPU.
 #
 #   scripts/benchmarks.sh OUT [PART...]     every part, or those named, each into OUT/PART, which must not be there yet
 #
@@ -14,7 +14,7 @@
 set -euo pipefail
 
 PARTS=(numbers served crowds rules plans fp8 small steps windows whole media triton prompts conversations speech listeners
-    caches presets many realtime crowd_time apart quality four_bit memory turns)
+    caches presets many realtime crowd_time apart quality look_ahead four_bit memory turns)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 
@@ -285,6 +285,16 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
         --setting 'fast={"token2wav": {"preset": "fast"}}' --setting 'rk4-6={"token2wav": {"num_steps": 6}}' \
         --setting 'euler-21={"token2wav": {"solver": "euler", "num_steps": 21}}' \
         --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
+}
+
+part_look_ahead() { # windows of OMNI_MODEL that see so many codes after a chunk, against whole replies in float32
+    local codes plan variants=()
+    for codes in 9 6 12; do
+        plan="{\"look_ahead_codes\": $codes, \"vocoder_context_frames\": $((2 * codes))}"
+        variants+=(--variant "$codes-codes={\"token2wav\": {\"dtype\": \"float32\", \"plans\": {\"balanced\": $plan}}}")
+    done
+    "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/look_ahead" "${variants[@]}" -- \
+        --sentences 12 --prompts 0 --pictures 0 --sounds 0 --seeds 3
 }
 
 part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and served

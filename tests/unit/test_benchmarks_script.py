@@ -94,7 +94,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         ("micro", 22),
         ("compare", 1),
         ("micro", 3),
-        ("compare", 10),
+        ("compare", 11),
         ("micro", 9),
         ("compare", 5),
     ]
@@ -105,7 +105,7 @@ def test_every_command_is_one_that_its_program_takes(recorded: Recorded, script:
         if name == "compare"
         for options in loads(script("compare.variants"), parameters)
     }
-    assert sum(command == "evaluate" for command, *_ in asked) == 1
+    assert sum(command == "evaluate" for command, *_ in asked) == 2
     for command, *options in asked:
         checked = CliRunner().invoke(cli.app, [command, "--check", *options])
         assert checked.exit_code == 0, checked.output
@@ -366,6 +366,19 @@ def test_plans_have_the_loads_of_rules(recorded: Recorded, script: Any, monkeypa
     monkeypatch.setenv("VARIANTS", "shipped")
     _, _, (*_, rules, _) = recorded.run(str(recorded.folder / "other"), "rules")
     assert asked["steady"] == asked["small-chunks"] == asked_of(rules, script)["shipped"]
+
+
+def test_windows_of_several_look_aheads_are_judged_by_whole_replies(recorded: Recorded, script: Any) -> None:
+    _, _, (command,) = recorded.run(str(recorded.folder / "out"), "look_ahead")
+    found = {
+        each.name: each.profile.changes["token2wav"]["plans"]["balanced"]
+        for word in command
+        if "-codes=" in word and (each := script("compare.variants").parse_variant(word))
+    }
+    assert found == {
+        f"{codes}-codes": {"look_ahead_codes": codes, "vocoder_context_frames": 2 * codes} for codes in (9, 6, 12)
+    }
+    assert "--setting" not in command, "evaluate compares streams with whole replies where it is told nothing else"
 
 
 @pytest.mark.parametrize(("part", "first"), [("rules", "shipped no-claim "), ("plans", "shipped steady ")])
