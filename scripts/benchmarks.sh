@@ -99,11 +99,10 @@ SHARED=('one=--concurrency 1 --requests 8 --talker-max-tokens 100'
     'crowds=--concurrency 32 --requests 64 --crowds --talker-max-tokens 300' "$(listen 48 96)")
 
 part_rules() { # each rule of a shared GPU switched off; five runs
-    local order='shipped no-claim no-pause no-gathering no-urgent-batch not-confined'
+    local order='shipped no-claim no-pause no-urgent-batch not-confined'
     local whole='{"engine": {"partition_percent": 0}}'
     local -A changes=([shipped]='{}' [no-claim]='{"token2wav": {"policy": {"claim_ms": 0}}}'
         [no-pause]='{"thinker": {"policy": {"pause_ms": 0, "pause_text_ms": 0}}}'
-        [no-gathering]='{"token2wav": {"policy": {"gather_ms": 0}}}'
         [no-urgent-batch]='{"token2wav": {"policy": {"enough_sound_ms": 0}}}'
         [not-confined]="{\"thinker\": $whole, \"talker\": $whole}")
     RUNS=${RUNS:-5} variants rules "${SHARED[@]}"

@@ -7,8 +7,8 @@ A stage's loop does one thing at a time, so a column adds up to the load's secon
 up to three seconds further apart, in which all stages rest: these are not in `idle`. `remainder` is what no row has; it
 is below zero if stages worked outside the load, as for requests before it.
 
-`device` are waits for decode steps and for windows. A step with prompts, or on a CPU, is a whole `vllm_step`. `claim`,
-`pause` and `gather` are waits by the rules of `triton_omni.policy`. On a CPU token2wav solves within its
+`device` are waits for decode steps and for windows. A step with prompts, or on a CPU, is a whole `vllm_step`. `claim`
+and `pause` are waits by the rules of `triton_omni.policy`. On a CPU token2wav solves within its
 `step`.
 
 A window waits from its codes until its batch is begun (`wait`), and until it is found finished for other batches and

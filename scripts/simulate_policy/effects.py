@@ -52,7 +52,6 @@ RULES_OFF: Final = {
     "all": Policies(),
     "no claim": Policies(token2wav=Token2WavPolicy(claim_ms=0)),
     "no pause": Policies(thinker=ThinkerPolicy(pause_ms=0)),
-    "no gathering": Policies(token2wav=Token2WavPolicy(gather_ms=0)),
     "no urgent batch": Policies(token2wav=Token2WavPolicy(enough_sound_ms=0)),
 }
 

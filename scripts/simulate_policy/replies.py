@@ -44,7 +44,6 @@ class Reply:
     """Codes whose sound was given."""
     launched: bool = False
     """True while the next window is solved."""
-    due_since_ns: int = 0
     sound_until_ns: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     _ready_ns: int = 0
@@ -100,11 +99,9 @@ class Reply:
             self._ready_ns = self._ready_ns or now_ns
         return self._ready_ns
 
-    def take_code(self, now_ns: int) -> None:
+    def take_code(self) -> None:
         """Add a code."""
         self.codes += 1
-        if self.codes == self.wanted:
-            self.due_since_ns = now_ns
 
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""
@@ -115,8 +112,6 @@ class Reply:
         sound_ms = codes * MS_PER_CODE
         self.chunks.append(Chunk(at_s=(now_ms - self.request.at_ms) / 1000, seconds=sound_ms / 1000))
         self.sound_until_ns = max(self.sound_until_ns, now_ns) + sound_ms * NS_PER_MS
-        if self.has_codes:
-            self.due_since_ns = now_ns
 
     def _plan_window(self) -> None:
         self.wanted = min(PLAN.codes_needed(self.window), self.request.codes)
@@ -138,13 +133,3 @@ class Due:
     def of(cls, reply: Reply) -> Due:
         """Return a reply's next window."""
         return cls(reply, reply.sound_until_ns or reply.opened_ns, reply.is_silent, reply.frames)
-
-    @property
-    def opened_ns(self) -> int:
-        """Monotonic time when the stream was opened, nanoseconds."""
-        return self.reply.opened_ns
-
-    @property
-    def due_since_ns(self) -> int:
-        """Monotonic time when the window's codes had arrived, nanoseconds."""
-        return self.reply.due_since_ns

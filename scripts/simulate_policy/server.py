@@ -105,7 +105,7 @@ class Server:
 
     def _begin_steps(self) -> None:
         seen = self._snapshot()
-        claimed = self._claim.until_ns(wants_claim(seen, self.policies.token2wav), self._now_ns) > self._now_ns
+        claimed = self._claim.until_ns(wants_claim(seen), self._now_ns) > self._now_ns
         if "token2wav" not in self._tasks:
             self._begin_window_step(seen)
         if not claimed and "talker" not in self._tasks:
@@ -153,7 +153,7 @@ class Server:
             for reply in prompts:
                 reply.has_talker_prompt = True
             for reply in decoding:
-                reply.take_code(self._now_ns)
+                reply.take_code()
 
         self._tasks["talker"] = Task(cost_ms, end)
 
@@ -185,6 +185,6 @@ class Server:
             due=sorted(due, key=lambda window: window.deadline_ns),
             launching=[window for batch in reversed(self._batches) for window in batch.windows],
             on_device=[],
-            awaited_ns=[reply.opened_ns for reply in self._open if reply.is_silent and not reply.has_codes],
+            awaited=sum(reply.is_silent and not reply.has_codes for reply in self._open),
             streams=len(self._open),
         )

@@ -14,7 +14,6 @@ from hf_token2wav import DEVICE, lent, next_outputs
 from torch import Tensor
 
 from triton_omni.core.errors import Overloaded
-from triton_omni.core.policy_settings import NS_PER_MS, Token2WavPolicy
 from triton_omni.core.settings import DiffusionSettings, StreamingPlan, Token2WavSettings
 from triton_omni.session.engine import AudioOutput, EngineStats, StreamOptions
 from triton_omni.token2wav import batch_launch
@@ -100,35 +99,7 @@ def batches(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> list[st
     return found
 
 
-def gather_for_an_hour(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Token2WavPolicy.model_construct(gather_ms=3_600_000)
-    monkeypatch.setattr("triton_omni.policy.rules.TOGETHER_NS", 3_600_000 * NS_PER_MS)
-    monkeypatch.setattr(engine, "_settings", SETTINGS.model_copy(update={"policy": policy}))
-
-
-def open_crowd(engine: Token2WavEngine, keys: str) -> None:
-    for key in keys:
-        engine.open(key, VOICE, 1, StreamOptions())
-    engine.feed(keys[0], codes_of(keys[0])[:FIRST])
-
-
-def test_the_first_windows_of_a_crowd_are_solved_together(
-    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather_for_an_hour(engine, monkeypatch)
-    open_crowd(engine, "abcd")
-    for _ in range(3):
-        assert not engine.step()
-    assert not batches, "three more are about to have their codes"
-    assert not engine.wants_claim, "a claim would keep the talker from making them"
-    engine.feed("b", codes_of("b")[:FIRST])
-    assert engine.wants_claim
-    next_outputs(engine)
-    assert batches == ["ab"], "two are too few to wait for"
-
-
-def test_who_is_being_launched_waits_for_no_crowd(engine: Token2WavEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather_for_an_hour(engine, monkeypatch)
+def test_first_windows_that_are_launched_claim_the_gpu_beside_as_many_without_codes(engine: Token2WavEngine) -> None:
     for key in "abc":
         begin(engine, key)
     assert engine.step() == []
@@ -136,38 +107,6 @@ def test_who_is_being_launched_waits_for_no_crowd(engine: Token2WavEngine, monke
     for key in "def":
         engine.open(key, VOICE, 1, StreamOptions())
     assert engine.wants_claim
-
-
-def test_a_crowd_is_waited_for_no_longer_than_a_window_takes(engine: Token2WavEngine, batches: list[str]) -> None:
-    open_crowd(engine, "abcd")
-    begun = time.monotonic_ns()
-    next_outputs(engine)
-    assert batches == ["a"]
-    assert time.monotonic_ns() - begun >= SETTINGS.policy.gather_ms * NS_PER_MS
-
-
-def test_who_came_long_before_others_does_not_wait_for_them(
-    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather_for_an_hour(engine, monkeypatch)
-    monkeypatch.setattr("triton_omni.policy.rules.TOGETHER_NS", 0)
-    open_crowd(engine, "abcd")
-    next_outputs(engine)
-    assert batches == ["a"]
-
-
-def test_later_windows_wait_for_no_crowd(
-    engine: Token2WavEngine, batches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather_for_an_hour(engine, monkeypatch)
-    begin(engine, "a")
-    next_outputs(engine)
-    open_crowd(engine, "bcde")
-    go_on(engine, "a")
-    # To its end: a device may launch the third window before the second one's samples are on the host.
-    while "a" in engine._streams:
-        engine.step()
-    assert batches == ["a", "a", "a"]
 
 
 MINUTE_NS = 60_000_000_000

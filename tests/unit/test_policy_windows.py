@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import pytest
 
 from triton_omni.core.policy_settings import Token2WavPolicy
-from triton_omni.policy.rules import FEW, FRAME_NS, MANY, TOGETHER_NS, WINDOW_NS, Snapshot, next_batch, wants_claim
+from triton_omni.policy.rules import FRAME_NS, MANY, WINDOW_NS, Snapshot, next_batch, wants_claim
 
 MS = 1_000_000
 NOW = 60_000 * MS
 POLICY = Token2WavPolicy()
 ENOUGH = POLICY.enough_sound_ms * MS
-GATHER = POLICY.gather_ms * MS
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class Fake:
     frames: int = 24
     is_streamed: bool = True
     is_first: bool = False
-    opened_ns: int = NOW
-    due_since_ns: int = NOW
     flow: str = "rk4"
 
 
@@ -44,7 +41,7 @@ def seen(
     awaited: int = 0,
     streams: int = MANY,
 ) -> Snapshot[Fake]:
-    return Snapshot(NOW, due, launching or [], on_device or [], [NOW] * awaited, streams)
+    return Snapshot(NOW, due, launching or [], on_device or [], awaited, streams)
 
 
 def batch(snapshot: Snapshot[Fake], policy: Token2WavPolicy = POLICY, windows: int = 32, frames: int = 1200) -> str:
@@ -83,7 +80,7 @@ def test_only_windows_of_one_flow_share_a_batch() -> None:
 
 def test_an_urgent_window_goes_before_a_batch_that_can_wait() -> None:
     assert batch(seen([playing("a", 100)], launching=[playing("z", 2000)])) == "a"
-    assert batch(seen([first("a", opened_ns=NOW)], launching=[playing("z", 200)])) == "a"
+    assert batch(seen([first("a")], launching=[playing("z", 200)])) == "a"
 
 
 @pytest.mark.parametrize("sound_ms", [POLICY.enough_sound_ms, 3000])
@@ -101,31 +98,8 @@ def test_none_with_enough_sound_joins_a_batch_that_goes_before_an_urgent_one() -
     assert batch(seen(due, launching=[playing("z", 4000)])) == "ab"
 
 
-def test_first_windows_wait_for_those_of_streams_opened_with_them() -> None:
-    due = [first("a"), playing("b", 2000)]
-    assert batch(seen(due, awaited=FEW)) == "a", "so few are not waited for"
-    assert batch(seen(due, awaited=FEW + 1)) == "b"
-
-
-def test_a_tenth_of_many_first_windows_is_not_waited_for() -> None:
-    due = [first("a") for _ in range(40)]
-    assert batch(seen(due, awaited=4)) == "a" * 32
-    assert batch(seen(due, awaited=5)) == ""
-
-
-def test_first_windows_wait_no_longer_than_the_limit() -> None:
-    assert batch(seen([first("a", due_since_ns=NOW - GATHER)], awaited=9)) == ""
-    assert batch(seen([first("a", due_since_ns=NOW - GATHER - 1)], awaited=9)) == "a"
-
-
-def test_first_windows_do_not_wait_for_streams_opened_at_another_time() -> None:
-    assert batch(seen([first("a", opened_ns=NOW - TOGETHER_NS)], awaited=9)) == "a"
-    assert batch(seen([first("a", opened_ns=NOW - TOGETHER_NS + 1)], awaited=9)) == ""
-
-
-def test_limits_of_zero_switch_the_rules_off() -> None:
-    off = Token2WavPolicy(gather_ms=0, enough_sound_ms=0)
-    assert batch(seen([first("a", due_since_ns=NOW - 1)], awaited=9), off) == "a"
+def test_a_limit_of_zero_switches_the_rule_off() -> None:
+    off = Token2WavPolicy(enough_sound_ms=0)
     assert batch(seen([playing("a", 1)], launching=[playing("z", 5000)]), off) == ""
 
 
@@ -138,31 +112,25 @@ def test_without_a_limit_for_sound_a_silent_stream_still_goes_before() -> None:
 @pytest.mark.parametrize("sound_ms", [0, 99, 100])
 def test_a_stream_with_an_empty_buffer_claims_until_its_window_has_finished(sound_ms: int) -> None:
     window = playing("a", sound_ms)
-    assert wants_claim(seen([window]), POLICY)
-    assert wants_claim(seen([], launching=[window]), POLICY)
-    assert wants_claim(seen([], on_device=[window]), POLICY)
+    assert wants_claim(seen([window]))
+    assert wants_claim(seen([], launching=[window]))
+    assert wants_claim(seen([], on_device=[window]))
 
 
 def test_a_stream_with_sound_claims_nothing() -> None:
     window = playing("a", WINDOW_NS // MS + 1)
-    assert not wants_claim(seen([window], [window], [window]), POLICY)
+    assert not wants_claim(seen([window], [window], [window]))
 
 
 def test_a_whole_reply_claims_nothing() -> None:
-    assert not wants_claim(seen([playing("a", 0, is_streamed=False)]), POLICY)
-
-
-def test_a_window_that_waits_for_codes_of_others_claims_nothing() -> None:
-    windows = [first(name) for name in "abc"]
-    assert not wants_claim(seen(windows, awaited=FEW + 1), POLICY)
-    assert wants_claim(seen(windows, awaited=FEW), POLICY)
+    assert not wants_claim(seen([playing("a", 0, is_streamed=False)]))
 
 
 @pytest.mark.parametrize(("awaited", "wanted"), [(0, True), (1, True), (2, True), (3, False)])
 def test_nothing_is_claimed_while_more_streams_lack_their_first_codes(awaited: int, wanted: bool) -> None:
     windows = [playing("a", 0), playing("b", 50), playing("c", WINDOW_NS // MS + 1)]
-    assert wants_claim(seen(windows, awaited=awaited), POLICY) is wanted
-    assert wants_claim(seen([], launching=windows[:1], on_device=windows[1:], awaited=awaited), POLICY) is wanted
+    assert wants_claim(seen(windows, awaited=awaited)) is wanted
+    assert wants_claim(seen([], launching=windows[:1], on_device=windows[1:], awaited=awaited)) is wanted
 
 
 @pytest.mark.parametrize(
@@ -177,7 +145,7 @@ def test_nothing_is_claimed_while_more_streams_lack_their_first_codes(awaited: i
 def test_among_many_streams_only_first_windows_claim_while_one_lacks_its_first_codes(
     window: Fake, streams: int, awaited: int, wanted: bool
 ) -> None:
-    assert wants_claim(seen([], on_device=[window], awaited=awaited, streams=streams), POLICY) is wanted
+    assert wants_claim(seen([], on_device=[window], awaited=awaited, streams=streams)) is wanted
 
 
 def test_streams_with_enough_sound_fill_a_batch_of_their_own() -> None:

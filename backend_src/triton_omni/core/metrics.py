@@ -83,9 +83,9 @@ class LeakWatch:
 # --- a loop's seconds -------------------------------------------------------------------------------------------------
 
 
-Doing = Literal["sessions", "step", "vllm_step", "device", "claim", "pause", "gather", "input", "idle"]
+Doing = Literal["sessions", "step", "vllm_step", "device", "claim", "pause", "input", "idle"]
 """Work on sessions and messages; a step's work on the host; a whole step of vLLM's own, which has prompts or runs on a
-CPU; waiting for the device, for the end of another stage's claim, of a pause or of a gathering, for input of open
+CPU; waiting for the device, for the end of another stage's claim or of a pause, for input of open
 sequences, or for sequences.
 """
 _NS_PER_S: Final = 1_000_000_000

@@ -34,8 +34,6 @@ class Token2WavPolicy(BaseModel):
     claim_ms: Milliseconds = 150
     """Longest claim of the GPU for streams with an empty playback buffer; thinker and talker start no step meanwhile,
     and have the GPU for as long after it. 0 = none."""
-    gather_ms: Milliseconds = 60
-    """Longest wait of a first window for those of streams opened with it; 0 = none."""
     enough_sound_ms: Milliseconds = 500
     """Buffered sound with which a stream can wait for another batch. A window with less goes before a batch that is
     being launched. One with more joins a batch only if the most urgent one still is in time. 0 = only a stream without

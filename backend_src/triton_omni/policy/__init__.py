@@ -5,7 +5,6 @@
 |---|---|---|
 | claim | thinker and talker start no step while a stream has an empty playback buffer | token2wav |
 | pause | the thinker starts no step while first windows wait only for later stages | thinker |
-| gather | first windows of streams that were opened together share a batch | token2wav |
 | urgent batch | which due windows share a batch, and which go before a batch that is being launched | token2wav |
 
 `core/policy_settings.py` has the limits. The rules know no engine, no ledger and no clock: times are arguments.

@@ -9,14 +9,12 @@ take three times as long beside steps of thinker and talker.
 - *Pause*: the thinker pauses while every pending first window waits only for the later stages. Its steps are not
   needed for a while, since the reply is ahead of its sound from the first window on. A claim would come too late: by
   then two steps of the thinker are in flight.
-- *Gather*: first windows of streams that were opened together wait for each other. One launched alone delays the
-  others for as long as ten take together.
 - *Urgent batch*: a batch takes a fixed time on the GPU, however small it is, and a little more for each frame. Many
   small batches, each for the most urgent stream, would leave less time for the others. So a batch is filled as far as
   its most urgent stream can wait for it. Only a window that cannot wait for another batch goes before it.
 
-The constants below are no settings: they tell what windows of 7B cost on an H100 or H200, and which streams count as
-opened together, many or few. An operator tunes a rule by its limit, which is a setting.
+The constants below are no settings: they tell what windows of 7B cost on an H100 or H200, and how many streams are
+many. An operator tunes a rule by its limit, which is a setting.
 """
 
 from __future__ import annotations
@@ -31,12 +29,8 @@ WINDOW_NS: Final = 100_000_000
 """Nanoseconds of a batch with a single window beside the steps of other stages, with a margin."""
 FRAME_NS: Final = 100_000
 """Additional nanoseconds of a batch for each mel frame: 0.2 s if it is full of long windows."""
-TOGETHER_NS: Final = 120_000_000
-"""Nanoseconds between the openings of streams that get their first codes at about the same time."""
 MANY: Final = 24
 """Number of streams above which some have an empty playback buffer all the time."""
-FEW: Final = 2
-"""First windows are not gathered for so few missing ones, or for a tenth of those that are due."""
 
 
 class Window(Protocol):
@@ -59,14 +53,6 @@ class Window(Protocol):
         """True if its stream plays while it is made and has no sound yet."""
 
     @property
-    def opened_ns(self) -> int:
-        """Monotonic time when its stream was opened, nanoseconds."""
-
-    @property
-    def due_since_ns(self) -> int:
-        """Monotonic time when its codes had arrived, nanoseconds."""
-
-    @property
     def flow(self) -> Hashable:
         """Solver and its steps: windows of one batch have the same."""
 
@@ -85,24 +71,23 @@ class Snapshot(Generic[W]):
     """Windows of the batch that is being launched, the most urgent first."""
     on_device: Sequence[W]
     """Windows of batches that were launched before and have not finished."""
-    awaited_ns: Sequence[int]
-    """Monotonic opening times of streams whose first codes are missing, nanoseconds."""
+    awaited: int
+    """Number of streams whose first codes are missing."""
     streams: int
     """Number of open streams that play while they are made."""
 
 
-def wants_claim(seen: Snapshot[W], policy: Token2WavPolicy) -> bool:
+def wants_claim(seen: Snapshot[W]) -> bool:
     """Return True if streams have no sound, or soon none, and wait only for their windows.
 
     A claim delays the first codes of other streams. So it is not wanted while more streams lack them than wait for a
     window. Among more than `MANY` streams, only first windows count meanwhile.
     """
-    # A gathered window waits for codes: a claim would keep the talker from making them.
-    pending = [window for window in (*seen.on_device, *seen.launching, *_ready(seen, policy)) if window.is_streamed]
-    if seen.awaited_ns and seen.streams > MANY:
+    pending = [window for window in (*seen.on_device, *seen.launching, *seen.due) if window.is_streamed]
+    if seen.awaited and seen.streams > MANY:
         pending = [window for window in pending if window.is_first]
     waiting = sum(window.deadline_ns <= seen.now_ns + WINDOW_NS for window in pending)
-    return waiting > 0 and waiting >= len(seen.awaited_ns)
+    return waiting > 0 and waiting >= seen.awaited
 
 
 def next_batch(seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int) -> list[W]:
@@ -114,24 +99,10 @@ def next_batch(seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int,
         most_windows: maximum number of windows of a batch.
         most_frames: maximum mel frames of a batch; a longer window runs alone.
     """
-    ready = _ready(seen, policy)
-    if not ready or (seen.launching and not _goes_before(ready[0], seen.launching[0], seen.now_ns, policy)):
+    due = seen.due
+    if not due or (seen.launching and not _goes_before(due[0], seen.launching[0], seen.now_ns, policy)):
         return []
-    return _share(ready, seen, policy, most_windows=most_windows, most_frames=most_frames)
-
-
-def _ready(seen: Snapshot[W], policy: Token2WavPolicy) -> list[W]:
-    """Return the due windows without those that wait for first windows of streams opened at the same time. One such
-    window launched alone would delay the others for as long as ten take together.
-    """
-    first = [window for window in seen.due if window.is_first]
-    since_ns = min((window.due_since_ns for window in first), default=0)
-    if not first or seen.now_ns - since_ns > policy.gather_ms * NS_PER_MS:
-        return list(seen.due)
-    opened_ns = min(window.opened_ns for window in first)
-    missing = sum(abs(other_ns - opened_ns) < TOGETHER_NS for other_ns in seen.awaited_ns)
-    waits = missing > max(FEW, len(first) // 10)
-    return [window for window in seen.due if not (waits and window.is_first)]
+    return _share(seen, policy, most_windows=most_windows, most_frames=most_frames)
 
 
 def _goes_before(window: W, launched: W, now_ns: int, policy: Token2WavPolicy) -> bool:
@@ -139,9 +110,7 @@ def _goes_before(window: W, launched: W, now_ns: int, policy: Token2WavPolicy) -
     return window.deadline_ns < min(launched.deadline_ns, now_ns + policy.enough_sound_ms * NS_PER_MS)
 
 
-def _share(
-    ready: Sequence[W], seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int
-) -> list[W]:
+def _share(seen: Snapshot[W], policy: Token2WavPolicy, *, most_windows: int, most_frames: int) -> list[W]:
     """Return the most urgent window and those of the same flow that share its batch.
 
     If its stream would run out of sound before a full batch finishes, other such windows join. Windows with enough
@@ -149,12 +118,12 @@ def _share(
     cannot wait for them.
     """
     enough_ns = seen.now_ns + policy.enough_sound_ms * NS_PER_MS
-    first, batch = ready[0], [ready[0]]
+    first, batch = seen.due[0], [seen.due[0]]
     frames = first.frames
     in_time = min(most_frames, (first.deadline_ns - seen.now_ns - WINDOW_NS) // FRAME_NS)
     if seen.launching and seen.launching[0].deadline_ns <= enough_ns:
         in_time = 0
-    for window in ready[1:]:
+    for window in seen.due[1:]:
         most = in_time if window.deadline_ns > enough_ns else most_frames
         if frames + window.frames <= most and len(batch) < most_windows and window.flow == first.flow:
             batch.append(window)

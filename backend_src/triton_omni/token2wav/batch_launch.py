@@ -60,11 +60,6 @@ class Due:
         return self.stream.page is not None
 
     @property
-    def opened_ns(self) -> int:
-        """Monotonic time when the stream was opened, nanoseconds."""
-        return self.stream.opened_ns
-
-    @property
     def flow(self) -> FlowOptions:
         """Solver and its steps: windows of one batch have the same."""
         return self.stream.request.flow

@@ -41,7 +41,7 @@ from triton_omni.token2wav.window_times import WindowTimes
 
 RETRY_AFTER_MS = 250
 NAP_S = 0.0005
-"""Seconds that a step sleeps if it has nothing to do while a batch is on the device or windows are gathered."""
+"""Seconds that a step sleeps if it has nothing to do while a batch is on the device."""
 STEPS_AHEAD = 2
 """Maximum number of a batch's steps launched ahead of the device: with two the device need not wait for the host."""
 
@@ -158,14 +158,14 @@ class Token2WavEngine:
             outputs += self._launch()
         outputs = outputs or self._finished_windows()
         if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
-            with LoopActivity("device" if self._flights or self._launchings else "gather"):
+            with LoopActivity("device"):
                 time.sleep(NAP_S)
         return outputs
 
     @property
     def wants_claim(self) -> bool:
         """True if a stream has no sound, or soon none, and waits only for its window."""
-        return wants_claim(self._snapshot(self._due()), self._settings.policy)
+        return wants_claim(self._snapshot(self._due()))
 
     @property
     def has_windows(self) -> bool:
@@ -258,7 +258,7 @@ class Token2WavEngine:
             due=due,
             launching=[due for one in reversed(self._launchings) for due in one.batch if self._is_open(due.stream)],
             on_device=[due for flight in self._flights for due in flight.batch if self._is_open(due.stream)],
-            awaited_ns=[stream.opened_ns for stream in self._streams.values() if stream.wants_first_codes],
+            awaited=sum(stream.wants_first_codes for stream in self._streams.values()),
             streams=sum(stream.page is not None for stream in self._streams.values()),
         )
 
