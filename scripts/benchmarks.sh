@@ -108,10 +108,10 @@ part_rules() { # each rule of a shared GPU switched off; five runs
     RUNS=${RUNS:-5} variants rules "${SHARED[@]}"
 }
 
-part_plans() { # streaming plans; `small-chunks` has two chunks more
-    local order='shipped steady low_latency small-chunks'
+part_plans() { # streaming plans; with `more-sound` chunks end later in their windows
+    local order='shipped steady low_latency more-sound'
     local -A changes=([shipped]='{}' [steady]='{"token2wav": {"plan": "steady"}}' [low_latency]="${LOW_LATENCY#*=}"
-        [small-chunks]='{"token2wav": {"plans": {"balanced": {"chunk_blocks": [1, 1, 1, 2, 2, 3, 4, 6]}}}}')
+        [more-sound]='{"token2wav": {"plans": {"balanced": {"vocoder_context_frames": 12}}}}')
     variants plans "${SHARED[@]}"
 }
 
@@ -286,11 +286,11 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
         --setting 'euler-10={"token2wav": {"solver": "euler", "num_steps": 10}}'
 }
 
-part_look_ahead() { # windows of OMNI_MODEL that see so many codes after a chunk, against whole replies in float32
-    local codes plan variants=()
-    for codes in 9 6 12; do
-        plan="{\"look_ahead_codes\": $codes, \"vocoder_context_frames\": $((2 * codes))}"
-        variants+=(--variant "$codes-codes={\"token2wav\": {\"dtype\": \"float32\", \"plans\": {\"balanced\": $plan}}}")
+part_look_ahead() { # codes of look-ahead, and frames of vocoder context, against whole replies of OMNI_MODEL in float32
+    local each plan variants=()
+    for each in 9-18 9-12 6-12 12-24; do
+        plan="{\"look_ahead_codes\": ${each%-*}, \"vocoder_context_frames\": ${each#*-}}"
+        variants+=(--variant "$each={\"token2wav\": {\"dtype\": \"float32\", \"plans\": {\"balanced\": $plan}}}")
     done
     "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/look_ahead" "${variants[@]}" -- \
         --sentences 12 --prompts 0 --pictures 0 --sounds 0 --seeds 3

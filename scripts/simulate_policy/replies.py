@@ -17,8 +17,8 @@ PLAN: Final = streaming_plan(
 )
 REGULAR: Final = tuple(PLAN.regular_chunks())
 """Chunks of a reply; those after the last have its shape."""
-MS_PER_CODE: Final = 20
-"""Sound of a code."""
+MS_PER_FRAME: Final = 10
+"""Sound of a mel frame."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Reply:
     codes: int = 0
     has_talker_prompt: bool = False
     window: int = 0
-    given_codes: int = 0
-    """Codes whose sound was given."""
+    given_frames: int = 0
+    """Mel frames whose sound was given."""
     launched: bool = False
     """True while the next window is solved."""
     sound_until_ns: int = 0
@@ -68,7 +68,7 @@ class Reply:
     @property
     def is_over(self) -> bool:
         """True if all sound was given."""
-        return self.given_codes >= self.request.codes
+        return self.given_frames >= self._all_frames
 
     @property
     def is_silent(self) -> bool:
@@ -105,13 +105,19 @@ class Reply:
 
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""
-        codes = min(len(self._next.kept) // FRAMES_PER_CODE, self.request.codes - self.given_codes)
-        self.given_codes += codes
+        left = self._all_frames - self.given_frames
+        is_final = PLAN.codes_needed(self.window) > self.request.codes
+        frames = left if is_final else min(len(self._next.audio), left)
+        self.given_frames += frames
         self.window, self.launched = self.window + 1, False
         self._plan_window()
-        sound_ms = codes * MS_PER_CODE
+        sound_ms = frames * MS_PER_FRAME
         self.chunks.append(Chunk(at_s=(now_ms - self.request.at_ms) / 1000, seconds=sound_ms / 1000))
         self.sound_until_ns = max(self.sound_until_ns, now_ns) + sound_ms * NS_PER_MS
+
+    @property
+    def _all_frames(self) -> int:
+        return self.request.codes * FRAMES_PER_CODE
 
     def _plan_window(self) -> None:
         self.wanted = min(PLAN.codes_needed(self.window), self.request.codes)

@@ -149,7 +149,7 @@ def solved_by(solver: Solver) -> Iterator[None]:
 def _vocoded_lengths(plan: StreamingPlan) -> list[int]:
     """Mel frames that the vocoder reads of each chunk of a reply that goes on for long, the shortest first."""
     context, lengths, kept = plan.vocoder_context_frames, set(), 0
-    lag = max(0, context - 2 * plan.look_ahead_codes)
+    lag = context - 2 * plan.look_ahead_codes
     for blocks in (*plan.chunk_blocks, *plan.chunk_blocks[-1:] * 4):
         given, kept = max(0, kept - lag), kept + 24 * blocks
         lengths.add(min(kept - lag + context, kept + 2 * plan.look_ahead_codes) - max(0, given - context))
@@ -165,7 +165,7 @@ def streamed_waveform(
     """
     block, total = 12, len(codes)
     context = plan.vocoder_context_frames
-    lag = max(0, context - 2 * plan.look_ahead_codes)
+    lag = context - 2 * plan.look_ahead_codes
     kept, overlap = torch.empty(0, 80), torch.empty(0)
     rows: PastRows = {}
     chunks: list[Tensor] = []

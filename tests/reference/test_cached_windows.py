@@ -32,7 +32,7 @@ LARGEST_CODE = 193
 LOOK_BACK = (0, 3)
 RK4 = FlowOptions("rk4", 3, sway=-1.0, guided=True)
 PLANS = [
-    StreamingPlan(chunk_blocks=blocks, look_ahead_codes=12 * ahead, vocoder_context_frames=0)
+    StreamingPlan(chunk_blocks=blocks, look_ahead_codes=12 * ahead, vocoder_context_frames=1)
     for blocks, ahead in [((1,), 0), ((2, 1), 0), ((1, 2, 3), 1), ((1,), 2), ((3,), 1)]
 ]
 
@@ -163,7 +163,7 @@ def test_look_ahead_over_all_that_is_left_makes_the_whole_reply(
     networks: Networks, hf: HfToken2Wav, blocks: int, ahead: int
 ) -> None:
     codes = some_codes(12 * (blocks + ahead))
-    plan = StreamingPlan(chunk_blocks=(blocks,), look_ahead_codes=12 * ahead, vocoder_context_frames=0)
+    plan = StreamingPlan(chunk_blocks=(blocks,), look_ahead_codes=12 * ahead, vocoder_context_frames=1)
     theirs = hf.mel(codes, VOICE, SEED, num_steps=RK4.num_steps)
     torch.testing.assert_close(streamed(networks, codes, plan), theirs, atol=1e-4, rtol=1e-4)
 

@@ -26,7 +26,7 @@ PLANS = [
             block_frames=24,
             frames_per_code=2,
         )
-        for blocks, ahead, context in [((1, 2), 1, 24), ((1, 1, 2), 0, 8), ((2,), 0, 0), ((1,), 2, 40)]
+        for blocks, ahead, context in [((1, 2), 1, 24), ((1, 1, 2), 0, 8), ((2,), 0, 1), ((1,), 2, 40), ((1, 2), 1, 8)]
     ),
 ]
 

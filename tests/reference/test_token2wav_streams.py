@@ -130,8 +130,9 @@ def test_what_a_request_chooses_is_what_hf_s_sampler_does_with_it(
 PLANS = {
     "balanced": StreamingPlan(),
     "a block ahead": StreamingPlan(look_ahead_codes=12, vocoder_context_frames=24),
-    "no context": StreamingPlan(chunk_blocks=(2,), look_ahead_codes=0, vocoder_context_frames=0),
+    "least context": StreamingPlan(chunk_blocks=(2,), look_ahead_codes=0, vocoder_context_frames=1),
     "audio lags": StreamingPlan(chunk_blocks=(2, 1), look_ahead_codes=0, vocoder_context_frames=24),
+    "audio leads": StreamingPlan(chunk_blocks=(1, 2), look_ahead_codes=9, vocoder_context_frames=12),
     "long context": StreamingPlan(chunk_blocks=(1, 3), look_ahead_codes=12, vocoder_context_frames=30),
     "far ahead": StreamingPlan(chunk_blocks=(1,), look_ahead_codes=36),
 }

@@ -359,24 +359,27 @@ def test_each_rule_is_switched_off_for_one_stream_a_crowd_and_listeners(
 
 def test_plans_have_the_loads_of_rules(recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS", "1")
-    monkeypatch.setenv("VARIANTS", "steady small-chunks")
+    monkeypatch.setenv("VARIANTS", "steady more-sound")
     _, _, (plans, _) = recorded.run(str(recorded.folder / "out"), "plans")
     asked = asked_of(plans, script)
-    assert list(asked) == ["steady", "small-chunks"]
+    assert list(asked) == ["steady", "more-sound"]
     monkeypatch.setenv("VARIANTS", "shipped")
     _, _, (*_, rules, _) = recorded.run(str(recorded.folder / "other"), "rules")
-    assert asked["steady"] == asked["small-chunks"] == asked_of(rules, script)["shipped"]
+    assert asked["steady"] == asked["more-sound"] == asked_of(rules, script)["shipped"]
 
 
-def test_windows_of_several_look_aheads_are_judged_by_whole_replies(recorded: Recorded, script: Any) -> None:
+def test_windows_of_several_look_aheads_and_contexts_are_judged_by_whole_replies(
+    recorded: Recorded, script: Any
+) -> None:
     _, _, (command,) = recorded.run(str(recorded.folder / "out"), "look_ahead")
     found = {
         each.name: each.profile.changes["token2wav"]["plans"]["balanced"]
         for word in command
-        if "-codes=" in word and (each := script("compare.variants").parse_variant(word))
+        if "look_ahead_codes" in word and (each := script("compare.variants").parse_variant(word))
     }
     assert found == {
-        f"{codes}-codes": {"look_ahead_codes": codes, "vocoder_context_frames": 2 * codes} for codes in (9, 6, 12)
+        f"{codes}-{frames}": {"look_ahead_codes": codes, "vocoder_context_frames": frames}
+        for codes, frames in [(9, 18), (9, 12), (6, 12), (12, 24)]
     }
     assert "--setting" not in command, "evaluate compares streams with whole replies where it is told nothing else"
 

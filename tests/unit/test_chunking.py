@@ -14,7 +14,7 @@ from triton_omni.token2wav.chunking import Chunk, Span, WindowPlan, offline_plan
 PLANS = [
     StreamingPlan(chunk_blocks=blocks, look_ahead_codes=ahead, vocoder_context_frames=context)
     for blocks, ahead, context in itertools.product(
-        [(1,), (2,), (1, 2, 3), (4, 1)], [0, 5, 9, 12, 36, 40], [0, 1, 24, 30, 90]
+        [(1,), (2,), (1, 2, 3), (4, 1)], [0, 5, 9, 12, 36, 40], [1, 12, 24, 30, 90]
     )
     if blocks[0] * 24 + ahead * 2 > context
 ]
@@ -53,7 +53,7 @@ def test_chunks_cover_every_frame_once_and_each_sample_has_its_context(settings:
             assert chunk.final or len(chunk.kept) % 24 == 0  # its last block is whole: the next window's past
             assert chunk.kept.end <= chunk.solved.end
             assert len(chunk.audio) > 0 or codes == 0
-            assert len(chunk.overlap) == (0 if chunk.final else min(1, plan.vocoder_context))
+            assert len(chunk.overlap) == (0 if chunk.final else 1)
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
@@ -63,7 +63,7 @@ def test_mel_frames_for_the_vocoder_are_there_when_the_chunk_runs(settings: Stre
         tail = Span(0, 0)
         for chunk in chunks_of(plan, codes):
             assert tail.end == chunk.kept.start
-            assert tail.start <= chunk.vocoder.start <= chunk.kept.end
+            assert tail.start <= chunk.vocoder.start <= chunk.solved.end
             assert chunk.vocoder.end <= chunk.solved.end
             tail = Span(plan.tail_start(chunk), chunk.kept.end)
             assert len(tail) <= plan.vocoder_lengths[-1] + plan.vocoder_context
@@ -143,6 +143,16 @@ def test_without_look_ahead_the_audio_lags_by_the_vocoder_context() -> None:
     first, second = plan.chunk(0, 49, ended=False), plan.chunk(1, 49, ended=False)
     assert first == Chunk(0, False, solved=Span(0, 48), kept=Span(0, 48), vocoder=Span(0, 48), audio=Span(0, 24))
     assert second == Chunk(1, False, solved=Span(48, 96), kept=Span(48, 96), vocoder=Span(0, 96), audio=Span(24, 72))
+
+
+def test_with_more_look_ahead_than_vocoder_context_the_audio_leads() -> None:
+    plan = in_codes(StreamingPlan(chunk_blocks=(1, 2), look_ahead_codes=9, vocoder_context_frames=12))
+    first, second = plan.chunk(0, 21, ended=False), plan.chunk(1, 45, ended=False)
+    assert first == Chunk(0, False, solved=Span(0, 42), kept=Span(0, 24), vocoder=Span(0, 42), audio=Span(0, 30))
+    assert second == Chunk(1, False, solved=Span(24, 90), kept=Span(24, 72), vocoder=Span(18, 90), audio=Span(30, 78))
+    final = plan.chunk(1, 21, ended=True)
+    assert final is not None
+    assert final.audio == Span(30, 42), "all that is left"
 
 
 def test_offline_is_one_window_when_the_stream_has_ended() -> None:

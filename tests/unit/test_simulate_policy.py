@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -29,6 +31,32 @@ def effect(model: SimpleNamespace, load: str, rules: str) -> Any:
     return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies)
 
 
+MEASURED = json.loads((ROOT / "docs" / "gpu-runs" / "2026-11-30-b.json").read_text(encoding="utf-8"))["figures"]
+
+
+# Without pauses a crowd's first audio took 9 % longer, which the model does not show: two of the thinker's steps are
+# in flight there, one here.
+@pytest.mark.parametrize(
+    ("variant", "rules", "load"),
+    [
+        *(("no-gathering", "all", load) for load in ("one", "crowds", "listeners-48")),
+        *(("no-pause", "no pause", load) for load in ("one", "listeners-48")),
+        *(("no-urgent-batch", "no urgent batch", load) for load in ("one", "crowds", "listeners-48")),
+    ],
+)
+def test_the_first_audio_is_within_a_fifth_of_what_a_gpu_took(
+    model: SimpleNamespace, load: str, variant: str, rules: str
+) -> None:
+    of = {"one": model.effects.spread(1, 100, 0), "crowds": model.effects.spread(32, 300, 0)}
+    requests = of.get(load) or model.effects.spread(96, 1000, 20_000 / 48)
+    found = model.effects.simulate(
+        model.effects.Load(requests), model.costs.read_costs(), model.effects.RULES_OFF[rules]
+    )
+    for percentile, value in (("p50", found.first_audio_p50_ms), ("p95", found.first_audio_p95_ms)):
+        if figure := MEASURED.get(f"first_audio_{percentile}/{variant}/{load}"):
+            assert value == pytest.approx(statistics.median(figure["values"]), rel=0.2), percentile
+
+
 def test_a_step_alone_takes_its_cost_and_longer_beside_others(model: SimpleNamespace) -> None:
     costs = model.costs.read_costs()
     assert costs.rate("token2wav", {"token2wav"}) == 1
@@ -40,7 +68,7 @@ def test_a_step_alone_takes_its_cost_and_longer_beside_others(model: SimpleNames
 def test_every_reply_is_whole_and_in_order(model: SimpleNamespace, load: str) -> None:
     requests = model.effects.LOADS[load].requests
     replies = model.server.Server(model.costs.read_costs()).run(requests)
-    assert [reply.given_codes for reply in replies] == [request.codes for request in requests]
+    assert [reply.given_frames for reply in replies] == [2 * request.codes for request in requests]
     for reply, request in zip(replies, requests, strict=True):
         assert sum(chunk.seconds for chunk in reply.chunks) == pytest.approx(request.codes * 0.02)
         times = [chunk.at_s for chunk in reply.chunks]
@@ -89,4 +117,4 @@ def test_claims_beside_first_codes_would_delay_requests_that_follow(
     shipped = effect(model, "32 ask again", "all")
     monkeypatch.setattr(model.server, "wants_claim", lambda seen: wants_claim(replace(seen, awaited=0)))
     claiming = effect(model, "32 ask again", "all")
-    assert claiming.first_audio_p95_ms > 1.1 * shipped.first_audio_p95_ms
+    assert claiming.first_audio_p50_ms > 1.1 * shipped.first_audio_p50_ms

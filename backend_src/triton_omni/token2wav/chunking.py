@@ -21,9 +21,9 @@ One regular chunk::
   context; its own samples come from the window that keeps it.
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
-- With less look-ahead than vocoder context, audio lags: it ends `context - look-ahead` frames before `end`, and
-  the next chunk begins there. So every sample has its full context on both sides, except at the reply's ends, where the
-  vocoder pads as it does offline.
+- Audio ends one vocoder context before the window does, and the next chunk begins there. So every sample has its full
+  context on both sides, except at the reply's ends, where the vocoder pads as it does offline. In the drawing that is
+  `end`. It lies before `end` if the look-ahead is shorter than the context, and after it if it is longer.
 - A chunk is regular if the reply has more codes than the chunk keeps, and at least its look-ahead. Otherwise it is the
   final chunk and covers all that is left: at most one look-ahead more than a regular chunk. Nothing follows it.
 - For a final chunk the vocoder reads as many frames as for some regular one, if the reply has them: more of those
@@ -69,7 +69,7 @@ class Chunk:
 
     @property
     def overlap(self) -> Span:
-        """Mel frames after `audio` from whose samples the next chunk fades in; none without vocoder context."""
+        """Mel frames after `audio` from whose samples the next chunk fades in; none after a final chunk."""
         return Span(self.audio.end, min(self.audio.end + OVERLAP_FRAMES, self.vocoder.end))
 
     @property
@@ -87,13 +87,14 @@ class WindowPlan:
     look_ahead_codes: int
     """Codes after a chunk that its window also sees."""
     vocoder_context: int
-    """Mel frames of context on each side."""
+    """Mel frames of context on each side, at least 1 if chunks follow each other."""
     frames_per_code: int
 
     def regular_chunks(self) -> Iterator[Chunk]:
         """Yield the first chunks of an endless reply, up to one that all later ones equal in shape."""
-        # One more than listed, and as many as the vocoder's context may reach back to the beginning.
-        reached = (self.vocoder_context + self._lag) // (self.frames_per_code * min(self.chunk_codes))
+        # One more than listed, and as many as the vocoder's context may reach back to the beginning: audio that lags by
+        # one context at most.
+        reached = 2 * self.vocoder_context // (self.frames_per_code * min(self.chunk_codes))
         for index in range(len(self.chunk_codes) + 1 + reached):
             if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
                 yield chunk
@@ -122,8 +123,9 @@ class WindowPlan:
         return self._first_code(index) + self._size(index) + max(self.look_ahead_codes, 1)
 
     def tail_start(self, chunk: Chunk) -> int:
-        """Return the first mel frame that the chunk after `chunk` may need; earlier ones can be dropped."""
-        return max(0, chunk.audio.end - max(self.vocoder_lengths, default=0))
+        """Return the first mel frame that the chunk after `chunk` may need, `kept.end` if none: earlier ones can be
+        dropped."""
+        return min(chunk.kept.end, max(0, chunk.audio.end - max(self.vocoder_lengths, default=0)))
 
     def _chunk(self, index: int, start: int, end: int, solved_end: int, *, final: bool) -> Chunk:
         frames = self.frames_per_code
@@ -147,7 +149,8 @@ class WindowPlan:
 
     @property
     def _lag(self) -> int:
-        return max(0, self.vocoder_context - self.look_ahead_codes * self.frames_per_code)
+        """Mel frames by which audio ends before the kept ones; below zero if after them."""
+        return self.vocoder_context - self.look_ahead_codes * self.frames_per_code
 
     def _size(self, index: int) -> int:
         return self.chunk_codes[min(index, len(self.chunk_codes) - 1)]
