@@ -88,12 +88,18 @@ ALONE: Final[Mapping[str, Kind]] = {
     "talker_step_sampled": Kind("ms", _alone("figures", "p50", "talker_step", batch=1, mode="sampled"), 2),
     "talker_step_sampled_32": Kind("ms", _alone("figures", "p50", "talker_step", batch=32, mode="sampled"), 2),
     "window_dit": Kind("ms", _alone("figures", "p50", "token2wav_window_dit", batch=1), 2),
-    # By its evaluations, for reports of states whose windows had no preset.
+    # Small windows, which a report names first. By their evaluations, for states whose windows had no preset.
     "windows_speech_per_second_reference": Kind(
         "s", _alone("figures", "p50", "token2wav_throughput", batch=32, solver="rk4", evaluations=36)
     ),
     "windows_speech_per_second_fast": Kind(
         "s", _alone("figures", "p50", "token2wav_throughput", batch=32, preset="fast")
+    ),
+    "regular_windows_speech_per_second_reference": Kind(
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, blocks=6, preset="reference")
+    ),
+    "regular_windows_speech_per_second_fast": Kind(
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, blocks=6, preset="fast")
     ),
 }
 RESIDENT: Final[Mapping[str, Kind]] = {f"memory_{name}": _memory(name) for name in (*STAGES, "other", "together")}

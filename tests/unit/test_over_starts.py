@@ -75,7 +75,12 @@ def test_stages_alone_are_put_beside_what_was_served(tmp_path: Path, capsys: pyt
     took = [{**each, "by": by, "p50": ms} for each, by, ms in ((step, "vllm", 5.1), (step, "triton-omni", 3.894))]
     presets = {"reference": {"solver": "rk4", "evaluations": 36}, "fast": {"solver": "rk4", "evaluations": 12}}
     rates = [
-        {"name": "token2wav_throughput", "parameters": {"batch": batch, "preset": preset, **flow}, "p50": batch + rate}
+        {
+            "name": "token2wav_throughput",
+            "parameters": {"batch": batch, "blocks": blocks, "preset": preset, **flow},
+            "p50": batch + blocks + rate,
+        }
+        for blocks in (3, 6)
         for batch in (8, 32)
         for rate, (preset, flow) in enumerate(presets.items())
     ]
@@ -89,11 +94,16 @@ def test_stages_alone_are_put_beside_what_was_served(tmp_path: Path, capsys: pyt
     assert figures["window_dit/7b/window"] == {"values": [22.57, 22.57], "unit": "ms", "part": "numbers"}
     assert figures["first_audio_p50/7b/one"]["part"] == "numbers"
     assert figures["thinker_step_sampled/7b/steps"] == {"values": [3.89, 3.89], "unit": "ms", "part": "numbers"}
-    speech = {preset: figures[f"windows_speech_per_second_{preset}/7b/window"] for preset in presets}
-    assert speech == {
-        preset: {"values": [rate, rate], "unit": "s", "part": "numbers"}
-        for preset, rate in (("reference", 32), ("fast", 33))
+    speech = {
+        f"{shape}windows_speech_per_second_{preset}": {"values": [rate, rate], "unit": "s", "part": "numbers"}
+        for shape, preset, rate in (
+            ("", "reference", 35.0),
+            ("", "fast", 36.0),
+            ("regular_", "reference", 38.0),
+            ("regular_", "fast", 39.0),
+        )
     }
+    assert speech == {name: figures[f"{name}/7b/window"] for name in speech}
     assert "0.763 (0.763 to 0.763)" in capsys.readouterr().out
 
 

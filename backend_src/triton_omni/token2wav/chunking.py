@@ -17,8 +17,8 @@ One regular chunk::
   is exact. A streamed reply differs from the whole one because no window sees beyond its look-ahead.
 - Look-ahead frames are solved again by the window that keeps them.
 - Before `start` the vocoder reads mel frames that *earlier* windows kept (the stream's tail). From `start` on it reads
-  this window's kept frames and then, as right context, its look-ahead frames. A look-ahead frame thus serves only as
-  context; its own samples come from the window that keeps it.
+  this window's kept frames and then, as right context, its look-ahead frames. If the context is shorter than the
+  look-ahead, the first look-ahead frames give sound as well.
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
 - Audio ends one vocoder context before the window does, and the next chunk begins there. So every sample has its full
