@@ -96,10 +96,10 @@ ALONE: Final[Mapping[str, Kind]] = {
         "s", _alone("figures", "p50", "token2wav_throughput", batch=32, preset="fast")
     ),
     "regular_windows_speech_per_second_reference": Kind(
-        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, blocks=6, preset="reference")
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, windows="regular", preset="reference")
     ),
     "regular_windows_speech_per_second_fast": Kind(
-        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, blocks=6, preset="fast")
+        "s", _alone("figures", "p50", "token2wav_throughput", batch=32, windows="regular", preset="fast")
     ),
 }
 RESIDENT: Final[Mapping[str, Kind]] = {f"memory_{name}": _memory(name) for name in (*STAGES, "other", "together")}

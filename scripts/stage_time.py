@@ -8,8 +8,7 @@ up to three seconds further apart, in which all stages rest: these are not in `i
 is below zero if stages worked outside the load, as for requests before it.
 
 `device` are waits for decode steps and for windows. A step with prompts, or on a CPU, is a whole `vllm_step`. `claim`
-and `pause` are waits by the rules of `triton_omni.policy`. On a CPU token2wav solves within its
-`step`.
+and `pause` are waits by the rules of `triton_omni.policy`. On a CPU token2wav solves within its `step`.
 
 A window waits from its codes until its batch is begun (`wait`), and until it is found finished for other batches and
 for the host (`turn`). `device` has its batch's time on the GPU, by CUDA events. `seconds` are its share of that time by

@@ -21,7 +21,7 @@ from triton_omni.token2wav.engine import Token2WavEngine
 
 from .figures import OURS, READY, milliseconds
 from .plan import Plan, synchronize, timed
-from .speech import REFERENCE, SMALL, WindowStreams
+from .speech import REFERENCE, WindowStreams, window_settings
 
 SHOWN: Final = 15
 """Kernels that are named, the longest first; all others are one figure."""
@@ -34,7 +34,7 @@ Window = Mapping[str, Sequence[float]]
 
 def kernels(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
     """Seconds by kernel of one window alone and of most streams' windows together, and as a whole."""
-    engine = Token2WavEngine(Path(plan.model), SMALL.settings(plan), at)
+    engine = Token2WavEngine(Path(plan.model), window_settings(plan), at)
     yield READY
     for batch in sorted({1, max(plan.window_batches)}):
         yield from _of_batch(engine, plan, batch, at)

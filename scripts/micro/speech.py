@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from triton_omni.core.settings import (
     Token2WavSettings,
 )
 from triton_omni.session.engine import AudioOutput, StreamOptions
+from triton_omni.token2wav.chunking import streaming_plan
 from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.ode import EVALUATIONS_A_STEP, Steps, run_out
@@ -37,48 +37,11 @@ from .figures import OURS, READY, Metric, milliseconds
 from .plan import Plan, repeated, timed
 
 CODES_A_SECOND = 50
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Windows that are all alike: so many new blocks, and a look-ahead."""
-
-    blocks: int
-    ahead: int
-    """Codes."""
-
-    @property
-    def codes(self) -> int:
-        """New codes of a window."""
-        return self.blocks * FRAMES_PER_BLOCK // FRAMES_PER_CODE
-
-    @property
-    def seconds(self) -> float:
-        """New speech of a window."""
-        return self.codes / CODES_A_SECOND
-
-    @property
-    def frames(self) -> int:
-        """Mel frames that the DiT solves, in whole blocks."""
-        seen = self.blocks * FRAMES_PER_BLOCK + self.ahead * FRAMES_PER_CODE
-        return -(-seen // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
-
-    def settings(self, plan: Plan) -> Token2WavSettings:
-        """An engine whose every chunk is such a window, for all streams timed together; all else as shipped."""
-        return Token2WavSettings(
-            plan="micro",
-            plans={"micro": StreamingPlan(chunk_blocks=(self.blocks,), look_ahead_codes=self.ahead)},
-            presets=PRESETS,
-            max_streams=max(plan.window_batches),
-            max_batch_frames=plan.batch_frames,
-        )
-
-
+SMALL: Final = StreamingPlan(chunk_blocks=(3,), look_ahead_codes=12)
+"""Every chunk is a window of 72 + 24 mel frames, of which 72 are new."""
 _BALANCED: Final = Token2WavSettings().plans["balanced"]
-SMALL: Final = Shape(3, 12)
-"""Windows of 72 + 24 mel frames: a quarter is look-ahead."""
-REGULAR: Final = Shape(_BALANCED.chunk_blocks[-1], _BALANCED.look_ahead_codes)
-"""Windows of a long reply with the plan `balanced`."""
+REGULAR: Final = _BALANCED.model_copy(update={"chunk_blocks": _BALANCED.chunk_blocks[-1:]})
+"""Every chunk is a window of a long reply with the plan `balanced`."""
 
 
 def _whole(found: DiffusionSettings) -> Preset:
@@ -219,8 +182,13 @@ class WindowStreams:
     """Equal streams whose windows fall due together: a step is one window of each, in as many batches as a server with
     such settings would solve them in."""
 
-    def __init__(self, engine: Token2WavEngine, plan: Plan, batch: int, preset: str, shape: Shape = SMALL) -> None:
-        self._engine, self._plan, self._batch, self._shape = engine, plan, batch, shape
+    def __init__(
+        self, engine: Token2WavEngine, plan: Plan, batch: int, preset: str, windows: StreamingPlan = SMALL
+    ) -> None:
+        self._engine, self._plan, self._batch = engine, plan, batch
+        self._windows_plan = streaming_plan(windows, block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE)
+        *_, later = self._windows_plan.regular_chunks()
+        self._frames = batch * later.solved_frames
         self._options = StreamOptions(mode="streaming", preset=preset)
         self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
 
@@ -228,7 +196,7 @@ class WindowStreams:
         for number in range(self._batch):
             self._engine.open(str(number), self._voice, number, self._options)
         # The first chunk has no past; it is made before the first timed window.
-        self._feed(self._shape.codes + self._shape.ahead)
+        self._feed(self._windows_plan.codes_needed(0))
         self._windows()
         return self
 
@@ -238,7 +206,7 @@ class WindowStreams:
 
     def feed(self) -> None:
         """Give every stream the codes of its next window."""
-        self._feed(self._shape.codes)
+        self._feed(self._windows_plan.chunk_codes[0])
 
     def _feed(self, codes: int) -> None:
         for number in range(self._batch):
@@ -254,7 +222,7 @@ class WindowStreams:
         made = self._windows()
         solved = self._engine.frames_solved - before
         _check(made == self._batch, f"a step made {made} windows of {self._batch}")
-        _check(solved == self._shape.frames * self._batch, f"a step solved {solved} mel frames")
+        _check(solved == self._frames, f"a step solved {solved} mel frames")
 
     def _windows(self) -> int:
         """Have all windows made that are due; returns how many came."""
@@ -265,8 +233,8 @@ class WindowStreams:
 
 
 def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    """One small window by batch, DiT and vocoder apart; whole steps and speech a second by shape, batch and preset."""
-    engine = TimedEngine(Path(plan.model), SMALL.settings(plan), at)
+    """One small window by batch, DiT and vocoder apart; whole steps and speech a second by windows, batch, preset."""
+    engine = TimedEngine(Path(plan.model), window_settings(plan), at)
     yield READY
     for batch in plan.window_batches:
         with WindowStreams(engine, plan, batch, REFERENCE) as streams:
@@ -274,18 +242,19 @@ def windows(plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
         yield milliseconds("token2wav_window_dit", OURS, dit, {"batch": batch, **flow(REFERENCE)})
         yield milliseconds("token2wav_window_vocoder", OURS, vocoder, {"batch": batch})
     engine.close()
-    for shape in (SMALL, REGULAR):
-        yield from _whole_windows(shape, plan, at)
+    yield from _whole_windows("small", SMALL, plan, at)
+    yield from _whole_windows("regular", REGULAR, plan, at)
 
 
-def _whole_windows(shape: Shape, plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
-    engine = Token2WavEngine(Path(plan.model), shape.settings(plan), at)
+def _whole_windows(name: str, windows: StreamingPlan, plan: Plan, at: torch.device) -> Iterator[Mapping[str, Any]]:
+    engine = Token2WavEngine(Path(plan.model), window_settings(plan, windows), at)
+    seconds = windows.chunk_blocks[0] * FRAMES_PER_BLOCK / FRAMES_PER_CODE / CODES_A_SECOND
     for batch, preset in itertools.product(plan.window_batches, PRESETS):
-        with WindowStreams(engine, plan, batch, preset, shape) as streams:
+        with WindowStreams(engine, plan, batch, preset, windows) as streams:
             times = _times(streams, plan, at)
-        parameters = {"batch": batch, "blocks": shape.blocks, **flow(preset)}
+        parameters = {"batch": batch, "windows": name, **flow(preset)}
         yield milliseconds("token2wav_window", OURS, times, parameters)
-        rates = tuple(batch * shape.seconds / seconds for seconds in times)
+        rates = tuple(batch * seconds / took for took in times)
         yield Metric("token2wav_throughput", OURS, parameters, "audio-s/s", rates).summary()
     engine.close()
 
@@ -295,6 +264,17 @@ def flow(preset: str) -> Mapping[str, Any]:
     found = Token2WavSettings(presets=PRESETS).diffusion_of(preset, {})
     evaluations = EVALUATIONS_A_STEP[found.solver] * (found.points - 1)
     return {"preset": preset, "solver": found.solver, "evaluations": evaluations}
+
+
+def window_settings(plan: Plan, windows: StreamingPlan = SMALL) -> Token2WavSettings:
+    """An engine whose every chunk is such a window, for as many streams as are timed together; all else as shipped."""
+    return Token2WavSettings(
+        plan="micro",
+        plans={"micro": windows},
+        presets=PRESETS,
+        max_streams=max(plan.window_batches),
+        max_batch_frames=plan.batch_frames,
+    )
 
 
 def _halves(

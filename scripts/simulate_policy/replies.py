@@ -62,8 +62,8 @@ class Reply:
 
     @property
     def frames(self) -> int:
-        """Mel frames of the next window, in whole blocks."""
-        return -(-len(self._next.solved) // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
+        """Mel frames of the next window, see `Chunk.solved_frames`."""
+        return self._next.solved_frames
 
     @property
     def is_over(self) -> bool:

@@ -87,7 +87,7 @@ def test_windows_are_timed_in_halves_and_whole(micro, plan):
     assert ("token2wav_window_vocoder", None, 2) in found
     assert {("token2wav_throughput", preset, 2) for preset in Token2WavSettings().presets} <= found
     rates = [item["parameters"] for item in figures if item["name"] == "token2wav_throughput"]
-    assert {one["blocks"] for one in rates if one["batch"] == 2} == {3, 6}
+    assert {one["windows"] for one in rates if one["batch"] == 2} == {"small", "regular"}
     evaluations = {item["parameters"]["preset"]: item["parameters"].get("evaluations") for item in figures[4:]}
     assert evaluations == {"reference": 8, "fast": 4}
     assert all(item["count"] == 2 and item["min"] > 0 for item in figures)
@@ -151,7 +151,7 @@ def test_a_pipeline_whose_stage_does_not_start_says_so_and_leaves_no_process(mic
 
 def test_a_window_of_another_size_is_not_timed(micro, plan, tiny_checkpoint):
     speech = micro("speech")
-    engine = speech.Token2WavEngine(tiny_checkpoint, speech.SMALL.settings(plan), micro("plan").device())
+    engine = speech.Token2WavEngine(tiny_checkpoint, speech.window_settings(plan), micro("plan").device())
     with speech.WindowStreams(engine, plan, 2, "fast") as streams, pytest.raises(speech.WrongWorkError):
         streams.step()
     assert engine.stats().running == 0

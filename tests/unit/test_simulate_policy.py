@@ -15,6 +15,7 @@ import pytest
 from triton_omni.policy.rules import wants_claim
 
 ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "docs" / "gpu-runs" / "2026-11-30-b.json").read_text(encoding="utf-8"))["figures"]
 
 
 @pytest.fixture
@@ -29,9 +30,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def effect(model: SimpleNamespace, load: str, rules: str) -> Any:
     policies = model.effects.RULES_OFF[rules]
     return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies)
-
-
-MEASURED = json.loads((ROOT / "docs" / "gpu-runs" / "2026-11-30-b.json").read_text(encoding="utf-8"))["figures"]
 
 
 # Without pauses a crowd's first audio took 9 % longer, which the model does not show: two of the thinker's steps are

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_omni.core.gpu import record_event, to_host, upload
-from triton_omni.core.settings import FRAMES_PER_BLOCK
 from triton_omni.token2wav.chunking import Chunk, Span
 from triton_omni.token2wav.networks import Vocoder
 from triton_omni.token2wav.ode import Steps
@@ -51,8 +50,8 @@ class Due:
 
     @property
     def frames(self) -> int:
-        """Mel frames of the window's blocks: a batch has whole blocks."""
-        return -(-len(self.chunk.solved) // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
+        """See `Chunk.solved_frames`."""
+        return self.chunk.solved_frames
 
     @property
     def is_streamed(self) -> bool:

@@ -38,7 +38,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triton_omni.core.settings import StreamingPlan
+from triton_omni.core.settings import FRAMES_PER_BLOCK, StreamingPlan
 
 UNBOUNDED = sys.maxsize
 OVERLAP_FRAMES = 1
@@ -66,6 +66,11 @@ class Chunk:
     kept: Span
     vocoder: Span
     audio: Span
+
+    @property
+    def solved_frames(self) -> int:
+        """Mel frames that the DiT solves for `solved`: whole blocks."""
+        return -(-len(self.solved) // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
 
     @property
     def overlap(self) -> Span:

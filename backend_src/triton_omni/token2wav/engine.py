@@ -157,7 +157,7 @@ class Token2WavEngine:
         if self._may_launch():
             outputs += self._launch()
         outputs = outputs or self._finished_windows()
-        if not outputs and (self._flights or self._is_far_ahead or not self._launchings):
+        if not outputs and (self._flights or self._is_far_ahead):
             with LoopActivity("device"):
                 time.sleep(NAP_S)
         return outputs
@@ -169,7 +169,7 @@ class Token2WavEngine:
 
     @property
     def has_windows(self) -> bool:
-        """True if a batch is being launched or is on the device; False while due windows wait for others."""
+        """True if a batch is being launched or is on the device."""
         return bool(self._flights or self._launchings)
 
     def abort(self, key: str) -> None:
