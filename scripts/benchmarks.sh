@@ -108,10 +108,10 @@ part_rules() { # each rule of a shared GPU switched off; five runs
     RUNS=${RUNS:-5} variants rules "${SHARED[@]}"
 }
 
-part_plans() { # streaming plans; with `more-sound` chunks end later in their windows
-    local order='shipped steady low_latency more-sound'
+part_plans() { # streaming plans; `more-context` is closer to the whole reply, and its chunks end earlier in their windows
+    local order='shipped steady low_latency more-context'
     local -A changes=([shipped]='{}' [steady]='{"token2wav": {"plan": "steady"}}' [low_latency]="${LOW_LATENCY#*=}"
-        [more-sound]='{"token2wav": {"plans": {"balanced": {"vocoder_context_frames": 12}}}}')
+        [more-context]='{"token2wav": {"plans": {"balanced": {"vocoder_context_frames": 18}}}}')
     variants plans "${SHARED[@]}"
 }
 

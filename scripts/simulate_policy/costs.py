@@ -20,6 +20,8 @@ class Costs(BaseModel):
 
     source: str
     thinker_step_ms: float
+    thinker_sequence_ms: float
+    """For each sequence that decodes; the host's work for its row as well."""
     thinker_token_ms: float
     """For each token of a prompt."""
     talker_step_ms: float

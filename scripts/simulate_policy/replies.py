@@ -3,22 +3,32 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
-from triton_omni.core.settings import FRAMES_PER_BLOCK, FRAMES_PER_CODE, Token2WavSettings
+from triton_omni.core.settings import FRAMES_PER_BLOCK, FRAMES_PER_CODE, StreamingPlan, Token2WavSettings
 from triton_omni.token2wav.chunking import Chunk as Window
-from triton_omni.token2wav.chunking import streaming_plan
+from triton_omni.token2wav.chunking import WindowPlan, streaming_plan
 from triton_omni_client.bench.records import Chunk
 
-PLAN: Final = streaming_plan(
-    Token2WavSettings().plans["balanced"], block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE
-)
-REGULAR: Final = tuple(PLAN.regular_chunks())
-"""Chunks of a reply; those after the last have its shape."""
 MS_PER_FRAME: Final = 10
 """Sound of a mel frame."""
+
+
+def window_plan(settings: StreamingPlan) -> WindowPlan:
+    """Return a streaming plan in codes and frames."""
+    return streaming_plan(settings, block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE)
+
+
+SHIPPED: Final = window_plan(Token2WavSettings().plans["balanced"])
+
+
+@functools.cache
+def _regular_chunks(plan: WindowPlan) -> tuple[Window, ...]:
+    """Chunks of a reply; those after the last have its shape."""
+    return tuple(plan.regular_chunks())
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Reply:
     """State of one reply in all three stages."""
 
     request: Request
+    plan: WindowPlan
     rows: int = 0
     codes: int = 0
     has_talker_prompt: bool = False
@@ -106,7 +117,7 @@ class Reply:
     def take_sound(self, now_ms: float, now_ns: int) -> None:
         """Add the sound of the window that was solved."""
         left = self._all_frames - self.given_frames
-        is_final = PLAN.codes_needed(self.window) > self.request.codes
+        is_final = self.plan.codes_needed(self.window) > self.request.codes
         frames = left if is_final else min(len(self._next.audio), left)
         self.given_frames += frames
         self.window, self.launched = self.window + 1, False
@@ -120,8 +131,9 @@ class Reply:
         return self.request.codes * FRAMES_PER_CODE
 
     def _plan_window(self) -> None:
-        self.wanted = min(PLAN.codes_needed(self.window), self.request.codes)
-        self._next = REGULAR[min(self.window, len(REGULAR) - 1)]
+        regular = _regular_chunks(self.plan)
+        self.wanted = min(self.plan.codes_needed(self.window), self.request.codes)
+        self._next = regular[min(self.window, len(regular) - 1)]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
 from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wants_claim
+from triton_omni.token2wav.chunking import WindowPlan
 
 from .costs import Costs, Stage
-from .replies import Due, Reply, Request
+from .replies import SHIPPED, Due, Reply, Request
 
 POLL_MS: Final = 1.0
 """Maximum milliseconds between two decisions of a loop."""
@@ -57,10 +58,12 @@ class Server:
     Args:
         costs: of the steps.
         policies: limits of the rules.
+        plan: of the replies' windows.
     """
 
     costs: Costs
     policies: Policies = field(default_factory=Policies)
+    plan: WindowPlan = SHIPPED
     now_ms: float = 0.0
     _open: list[Reply] = field(default_factory=list)
     """Replies that have come and are not over."""
@@ -82,7 +85,8 @@ class Server:
         while waiting or self._open:
             room = len(waiting) if clients is None else clients - len(self._open)
             come = sum(request.at_ms <= self.now_ms for request in waiting[:room])
-            replies += [Reply(replace(one, at_ms=max(one.at_ms, self.now_ms))) for one in waiting[:come]]
+            begun = [replace(one, at_ms=max(one.at_ms, self.now_ms)) for one in waiting[:come]]
+            replies += [Reply(one, self.plan) for one in begun]
             self._open += replies[len(replies) - come :]
             del waiting[:come]
             self._begin_steps()
@@ -128,13 +132,15 @@ class Server:
         decoding = [reply for reply in self._open if 0 < reply.rows < reply.request.tokens]
         if not prompts and not decoding:
             return
-        tokens_ms = (THINKER_TOKENS - room) * self.costs.thinker_token_ms
+        costs = self.costs
+        cost_ms = costs.thinker_step_ms + len(decoding) * costs.thinker_sequence_ms
+        cost_ms += (THINKER_TOKENS - room) * costs.thinker_token_ms
 
         def end() -> None:
             for reply in [*prompts, *decoding]:
                 reply.rows += 1
 
-        self._tasks["thinker"] = Task(self.costs.thinker_step_ms + tokens_ms, end)
+        self._tasks["thinker"] = Task(cost_ms, end)
 
     def _begin_talker_step(self) -> None:
         prompts, room = [], TALKER_TOKENS

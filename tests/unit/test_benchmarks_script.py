@@ -359,13 +359,13 @@ def test_each_rule_is_switched_off_for_one_stream_a_crowd_and_listeners(
 
 def test_plans_have_the_loads_of_rules(recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS", "1")
-    monkeypatch.setenv("VARIANTS", "steady more-sound")
+    monkeypatch.setenv("VARIANTS", "steady more-context")
     _, _, (plans, _) = recorded.run(str(recorded.folder / "out"), "plans")
     asked = asked_of(plans, script)
-    assert list(asked) == ["steady", "more-sound"]
+    assert list(asked) == ["steady", "more-context"]
     monkeypatch.setenv("VARIANTS", "shipped")
     _, _, (*_, rules, _) = recorded.run(str(recorded.folder / "other"), "rules")
-    assert asked["steady"] == asked["more-sound"] == asked_of(rules, script)["shipped"]
+    assert asked["steady"] == asked["more-context"] == asked_of(rules, script)["shipped"]
 
 
 def test_windows_of_several_look_aheads_and_contexts_are_judged_by_whole_replies(

@@ -85,7 +85,7 @@ def test_replies_of_many_lengths_need_few_lengths_of_the_vocoder() -> None:
     plan = in_codes(StreamingPlan())
     assert {len(chunk.vocoder) for codes in range(24, 500) for chunk in chunks_of(plan, codes)} <= {
         *plan.vocoder_lengths,
-        *range(24 + 18, 24 + 2 * 18 + 1),
+        *range(24 + 12, 24 + 2 * 12 + 1),
     }
 
 
@@ -111,7 +111,7 @@ def test_default_plan_speaks_after_one_block_and_its_look_ahead() -> None:
     plan = in_codes(StreamingPlan())
     assert plan.chunk(0, 20, ended=False) is None
     chunk = plan.chunk(0, 21, ended=False)
-    assert chunk == Chunk(0, False, solved=Span(0, 42), kept=Span(0, 24), vocoder=Span(0, 42), audio=Span(0, 24))
+    assert chunk == Chunk(0, False, solved=Span(0, 42), kept=Span(0, 24), vocoder=Span(0, 42), audio=Span(0, 30))
 
 
 def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
@@ -134,7 +134,7 @@ def test_a_chunk_is_due_with_the_codes_it_needs_and_no_earlier(settings: Streami
 def test_later_chunks_begin_with_their_first_new_frame_and_look_ahead() -> None:
     chunk = in_codes(StreamingPlan(chunk_blocks=(1, 2, 3))).chunk(2, 1000, ended=False)
     assert chunk == Chunk(
-        2, False, solved=Span(72, 162), kept=Span(72, 144), vocoder=Span(54, 162), audio=Span(72, 144)
+        2, False, solved=Span(72, 162), kept=Span(72, 144), vocoder=Span(66, 162), audio=Span(78, 150)
     )
 
 

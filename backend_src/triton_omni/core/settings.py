@@ -283,7 +283,7 @@ class StreamingPlan(_Frozen):
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
     look_ahead_codes: Annotated[int, Field(ge=0, le=96)] = 9
     """Codes after a chunk that its window also sees. Fewer = earlier speech, less like the whole reply."""
-    vocoder_context_frames: Annotated[int, Field(ge=1, le=96)] = 18
+    vocoder_context_frames: Annotated[int, Field(ge=1, le=96)] = 12
     """Mel frames on each side that the vocoder reads beyond the samples it returns. A chunk's sound ends so many frames
     before its window does. Fewer = more sound in the first chunk, less like the whole reply."""
 

@@ -9,9 +9,9 @@ One regular chunk::
     past         .          [ last kept ]                              what the DiT's look-back sees, not solved again
     solved       .                      [  kept     | look-ahead]      the window of the DiT
     kept         .                      [start   end]                  mel frames made for good
-    vocoder      .                [ ctx |  audio    | ctx ]            mel frames into BigVGAN
-    audio        .                      [===========]                  samples given out
-    overlap      .                                  [-]                samples from which the next chunk fades in
+    vocoder      .                  [  ctx  |  audio    |  ctx  ]      mel frames into BigVGAN
+    audio        .                          [===========]              samples given out
+    overlap      .                                      [-]            samples from which the next chunk fades in
 
 - Look-back costs no frames: the window before left what it kept in its last block (`window_cache.py`). This
   is exact. A streamed reply differs from the whole one because no window sees beyond its look-ahead.
@@ -22,8 +22,8 @@ One regular chunk::
 - The next chunk solves the look-ahead frames anew, so its first samples do not continue this chunk's last ones: a
   click. This chunk therefore makes one frame of samples more, and the next chunk fades from them into its own.
 - Audio ends one vocoder context before the window does, and the next chunk begins there. So every sample has its full
-  context on both sides, except at the reply's ends, where the vocoder pads as it does offline. In the drawing that is
-  `end`. It lies before `end` if the look-ahead is shorter than the context, and after it if it is longer.
+  context on both sides, except at the reply's ends, where the vocoder pads as it does offline. Audio ends after `end`,
+  as drawn, if the look-ahead is longer than the context, and before `end` if it is shorter.
 - A chunk is regular if the reply has more codes than the chunk keeps, and at least its look-ahead. Otherwise it is the
   final chunk and covers all that is left: at most one look-ahead more than a regular chunk. Nothing follows it.
 - For a final chunk the vocoder reads as many frames as for some regular one, if the reply has them: more of those

@@ -18,4 +18,6 @@ class Assistant(Agent):
     async def get_weather(self, city: Literal["Paris", "Rome"]) -> str:
         """The weather in a city."""
         CITIES.append(city)
-        return "The sky is blue."
+        # The default checkpoint says some words about this. Other results make it babble to its token limit, which ends
+        # LiveKit's reply with an error.
+        return "Say: The sky is blue."
