@@ -303,8 +303,9 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
     # 1, 2 and then 3 new blocks, and one for the look-ahead: no earlier frame is solved again.
     assert costs == [48, 72, *[96] * (len(costs) - 2)]
     assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
-    assert vocoder.frames == [42, 84, *[108] * (len(costs) - 2)], "18 frames of context before and after"
-    assert held == [(24, 2), (72, 2), *[(108, 2)] * (len(held) - 2)], "as many as the vocoder reads of any chunk"
+    assert vocoder.frames == [42, 72, *[96] * (len(costs) - 2)], "12 frames of context before and after"
+    # As many as the vocoder reads of any chunk, less the six by which audio is ahead of the kept frames.
+    assert held == [(24, 2), (72, 2), *[(90, 2)] * (len(held) - 2)]
 
 
 def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
@@ -317,12 +318,12 @@ def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
         engine.feed(key, some_codes(codes))
 
     begin("old", 48)
-    # Chunks of 24 and 48 frames: 0.72 s of sound.
+    # Chunks of 30 and 48 frames: 0.78 s of sound.
     assert [next_outputs(engine)[0].key for _ in range(2)] == ["old", "old"]
     token2wav_clock[0] += 100_000_000
     begin("new", 200)
     engine.feed("old", some_codes(152))
-    # After its first chunk it has sound until 0.34 s, after its second until 0.82 s, the old one until 0.72 s.
+    # After its first chunk it has sound until 0.40 s, after its second until 0.88 s, the old one until 0.78 s.
     assert [next_outputs(engine)[0].key for _ in range(4)] == ["new", "new", "old", "new"]
 
 
@@ -385,8 +386,8 @@ def test_windows_of_listeners_with_enough_sound_stay_out_of_a_batch_that_will_so
     assert sorted(output.key for _ in range(2) for output in next_outputs(engine)) == ["new", "old", "old"]
     for key in ("old", "new"):
         engine.feed(key, some_codes(36))
-    # 0.24 s of sound were left of the new one's, 0.72 s of the old one's.
-    token2wav_clock[0] += 240_000_000 - WINDOW_NS
+    # 0.30 s of sound were left of the new one's, 0.78 s of the old one's.
+    token2wav_clock[0] += 300_000_000 - WINDOW_NS
     assert [output.key for output in next_outputs(engine)] == ["new"]
     assert [output.key for output in next_outputs(engine)] == ["old"]
 
@@ -398,10 +399,10 @@ def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
     engine.feed("a", some_codes(24))
     assert engine.wants_claim
     assert len(next_outputs(engine)) == 1
-    # 0.24 s of sound; the window that must follow is due.
+    # 0.30 s of sound; the window that must follow is due.
     engine.feed("a", some_codes(24))
     assert not engine.wants_claim
-    token2wav_clock[0] += 239_000_000 - WINDOW_NS
+    token2wav_clock[0] += 299_000_000 - WINDOW_NS
     assert not engine.wants_claim
     token2wav_clock[0] += 1_000_000
     assert engine.wants_claim
@@ -421,7 +422,7 @@ def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path,
     token2wav_clock[0] += 5_000_000_000
     engine.open("new", VOICE, 1, DEFAULTS)
     feed("new", 24)
-    # 0.48 s of sound after five seconds of silence; of the new one's first 0.24 s all are left.
+    # 0.48 s of sound after five seconds of silence; of the new one's first 0.30 s all are left.
     feed("late", 24)
     engine.feed("late", some_codes(36))
     engine.feed("new", some_codes(24))
