@@ -186,8 +186,8 @@ class WindowStreams:
         self, engine: Token2WavEngine, plan: Plan, batch: int, preset: str, windows: StreamingPlan = SMALL
     ) -> None:
         self._engine, self._plan, self._batch = engine, plan, batch
-        self._windows_plan = streaming_plan(windows, block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE)
-        *_, later = self._windows_plan.regular_chunks()
+        self._windows_plan = streaming_plan(windows)
+        *_, later = self._windows_plan.regular_chunks
         self._frames = batch * later.solved_frames
         self._options = StreamOptions(mode="streaming", preset=preset)
         self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name

@@ -3,32 +3,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
-from triton_omni.core.settings import FRAMES_PER_BLOCK, FRAMES_PER_CODE, StreamingPlan, Token2WavSettings
+from triton_omni.core.settings import FRAMES_PER_CODE, Token2WavSettings
 from triton_omni.token2wav.chunking import Chunk as Window
 from triton_omni.token2wav.chunking import WindowPlan, streaming_plan
 from triton_omni_client.bench.records import Chunk
 
+SHIPPED: Final = streaming_plan(Token2WavSettings().plans["balanced"])
 MS_PER_FRAME: Final = 10
 """Sound of a mel frame."""
-
-
-def window_plan(settings: StreamingPlan) -> WindowPlan:
-    """Return a streaming plan in codes and frames."""
-    return streaming_plan(settings, block_frames=FRAMES_PER_BLOCK, frames_per_code=FRAMES_PER_CODE)
-
-
-SHIPPED: Final = window_plan(Token2WavSettings().plans["balanced"])
-
-
-@functools.cache
-def _regular_chunks(plan: WindowPlan) -> tuple[Window, ...]:
-    """Chunks of a reply; those after the last have its shape."""
-    return tuple(plan.regular_chunks())
 
 
 @dataclass(frozen=True)
@@ -131,7 +117,7 @@ class Reply:
         return self.request.codes * FRAMES_PER_CODE
 
     def _plan_window(self) -> None:
-        regular = _regular_chunks(self.plan)
+        regular = self.plan.regular_chunks
         self.wanted = min(self.plan.codes_needed(self.window), self.request.codes)
         self._next = regular[min(self.window, len(regular) - 1)]
 

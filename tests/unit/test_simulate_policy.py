@@ -14,25 +14,26 @@ import pytest
 
 from triton_omni.core.settings import StreamingPlan
 from triton_omni.policy.rules import wants_claim
+from triton_omni.token2wav.chunking import streaming_plan
 
 ROOT = Path(__file__).parents[2]
 RUNS = [json.loads((ROOT / f"docs/gpu-runs/2026-11-30-{run}.json").read_text("utf-8")) for run in ("b", "c")]
 MEASURED = {name: figure for run in RUNS for name, figure in run["figures"].items()}
-BEFORE = StreamingPlan(vocoder_context_frames=18)
-"""The plan of these runs, but for `more-sound`, which is shipped since."""
+SHIPPED, BEFORE = StreamingPlan(), StreamingPlan(vocoder_context_frames=18)
+"""`more-sound` of these runs, and the plan of the others."""
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from simulate_policy import costs, effects, replies, server
+    from simulate_policy import costs, effects, server
 
-    modules: dict[str, ModuleType] = {"costs": costs, "effects": effects, "replies": replies, "server": server}
+    modules: dict[str, ModuleType] = {"costs": costs, "effects": effects, "server": server}
     return SimpleNamespace(**modules)
 
 
-def effect(model: SimpleNamespace, load: str, rules: str, plan: StreamingPlan | None = None) -> Any:
-    policies, windows = model.effects.RULES_OFF[rules], model.replies.window_plan(plan or StreamingPlan())
+def effect(model: SimpleNamespace, load: str, rules: str, plan: StreamingPlan = SHIPPED) -> Any:
+    policies, windows = model.effects.RULES_OFF[rules], streaming_plan(plan)
     return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies, windows)
 
 
@@ -40,6 +41,7 @@ def effect(model: SimpleNamespace, load: str, rules: str, plan: StreamingPlan | 
 @pytest.mark.parametrize(
     ("variant", "rules", "load"),
     [
+        *(("no-gathering", "all", load) for load in ("one", "crowds", "listeners-48")),
         *(("more-sound", "all", load) for load in ("one", "crowds", "listeners-48")),
         ("no-claim", "no claim", "one"),
         *(("no-pause", "no pause", load) for load in ("one", "crowds", "listeners-48")),
@@ -55,7 +57,7 @@ def test_the_first_audio_is_within_a_fifth_of_what_a_gpu_took(
         model.effects.Load(requests),
         model.costs.read_costs(),
         model.effects.RULES_OFF[rules],
-        model.replies.window_plan(StreamingPlan() if variant == "more-sound" else BEFORE),
+        streaming_plan(SHIPPED if variant == "more-sound" else BEFORE),
     )
     for percentile, value in (("p50", found.first_audio_p50_ms), ("p95", found.first_audio_p95_ms)):
         if figure := MEASURED.get(f"first_audio_{percentile}/{variant}/{load}"):

@@ -35,10 +35,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triton_omni.core.settings import FRAMES_PER_BLOCK, StreamingPlan
+from triton_omni.core.settings import FRAMES_PER_BLOCK, FRAMES_PER_CODE, StreamingPlan
 
 UNBOUNDED = sys.maxsize
 OVERLAP_FRAMES = 1
@@ -95,19 +94,19 @@ class WindowPlan:
     """Mel frames of context on each side, at least 1 if chunks follow each other."""
     frames_per_code: int
 
-    def regular_chunks(self) -> Iterator[Chunk]:
-        """Yield the first chunks of an endless reply, up to one that all later ones equal in shape."""
+    @functools.cached_property
+    def regular_chunks(self) -> tuple[Chunk, ...]:
+        """The first chunks of an endless reply, up to one that all later ones equal in shape."""
         # One more than listed, and as many as the vocoder's context may reach back to the beginning: audio that lags by
         # one context at most.
         reached = 2 * self.vocoder_context // (self.frames_per_code * min(self.chunk_codes))
-        for index in range(len(self.chunk_codes) + 1 + reached):
-            if (chunk := self.chunk(index, UNBOUNDED, ended=False)) is not None:
-                yield chunk
+        chunks = (self.chunk(index, UNBOUNDED, ended=False) for index in range(len(self.chunk_codes) + 1 + reached))
+        return tuple(chunk for chunk in chunks if chunk is not None)
 
     @functools.cached_property
     def vocoder_lengths(self) -> tuple[int, ...]:
         """Numbers of mel frames that BigVGAN reads for regular chunks, ascending."""
-        return tuple(sorted({len(chunk.vocoder) for chunk in self.regular_chunks()}))
+        return tuple(sorted({len(chunk.vocoder) for chunk in self.regular_chunks}))
 
     def chunk(self, index: int, codes: int, *, ended: bool) -> Chunk | None:
         """Return chunk `index` of a stream that has `codes` codes, or None while it is not due.
@@ -165,7 +164,9 @@ class WindowPlan:
         return sum(listed) + (index - len(listed)) * self.chunk_codes[-1]
 
 
-def streaming_plan(plan: StreamingPlan, *, block_frames: int, frames_per_code: int) -> WindowPlan:
+def streaming_plan(
+    plan: StreamingPlan, *, block_frames: int = FRAMES_PER_BLOCK, frames_per_code: int = FRAMES_PER_CODE
+) -> WindowPlan:
     """Turn blocks into codes; `block_frames` is the DiT's block size, a multiple of `frames_per_code`."""
     block = block_frames // frames_per_code
     return WindowPlan(

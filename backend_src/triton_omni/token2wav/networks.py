@@ -182,7 +182,7 @@ def vocoder_shapes(settings: Token2WavSettings, networks: Networks) -> list[tupl
     config, chosen = networks.dit.config, settings.plans[settings.plan]
     plan = streaming_plan(chosen, block_frames=config.block_size, frames_per_code=config.repeats)
     shapes = set()
-    for chunk in plan.regular_chunks():
+    for chunk in plan.regular_chunks:
         most = min(settings.most_together, max(1, settings.max_batch_frames // len(chunk.solved)))
         powers = range(min(most, LARGEST_VOCODER_BATCH).bit_length())
         shapes |= {(2**power, len(chunk.vocoder)) for power in powers}
