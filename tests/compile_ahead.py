@@ -34,6 +34,7 @@ from triton_omni.token2wav.kernels import (
     SnakeFilters,
     anti_aliased_snake,
     fused_standard_normal,
+    mean_of_sums,
     residual_norm,
 )
 from triton_omni.token2wav.layer_kernels import LayerTilings, product, tilings_for
@@ -261,8 +262,10 @@ def waveform(frames: int, windows: int) -> None:
         snake = SnakeFilters.of(taps, taps, zeros(channels, dtype=FLOAT), zeros(channels, dtype=FLOAT), HALF)
         bias, hidden = zeros(channels, dtype=FLOAT), zeros(windows, frames, channels)
         anti_aliased_snake(hidden, None, bias, snake, dtype=HALF)
-        anti_aliased_snake(hidden, hidden, bias, snake, dtype=HALF, total=hidden.float())
-    # The last of them is in float32.
+        anti_aliased_snake(hidden, hidden, bias, snake, dtype=HALF, total=hidden)
+        mean_of_sums([(hidden, hidden, bias)] * 3, HALF)
+    # The last of them are in float32.
+    mean_of_sums([(hidden, hidden, bias)] * 3, FLOAT)
     whole = SnakeFilters.of(taps, taps, snake.frequency, snake.magnitude)
     anti_aliased_snake(hidden.float(), None, bias, whole, dtype=FLOAT)
 

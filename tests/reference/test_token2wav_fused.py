@@ -33,7 +33,13 @@ from triton_omni.token2wav.engine import Token2WavEngine
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
 from triton_omni.token2wav.graphs import GraphedSolver, GraphedVocoder, GraphPool
-from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, fused_standard_normal, residual_norm
+from triton_omni.token2wav.kernels import (
+    SnakeFilters,
+    anti_aliased_snake,
+    fused_standard_normal,
+    mean_of_sums,
+    residual_norm,
+)
 from triton_omni.token2wav.layer_kernels import LIBRARY, LayerTilings, Tiling, product, tilings_for
 from triton_omni.token2wav.networks import Networks, load_networks, resolve_dtype, vocoder_shapes
 from triton_omni.token2wav.noise import MAX_SEED, standard_normal
@@ -247,6 +253,18 @@ def test_fused_snake_equals_the_module_at_every_edge(length: int, dtype: torch.d
     torch.testing.assert_close(kept, total, atol=1e-6, rtol=1e-6)
     expected = module(total.transpose(1, 2)).transpose(1, 2)
     torch.testing.assert_close(ours.float(), expected, atol=tolerance, rtol=tolerance / 2)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_mean_of_sums_is_one_kernel(dtype: torch.dtype, parts: int) -> None:
+    sums = [
+        (random(2, 173, 20, seed=part).to(dtype), random(2, 173, 20, seed=part + 9).to(dtype), random(20, seed=part + 20))
+        for part in range(parts)
+    ]
+    expected = torch.stack([first.float() + second.float() + bias for first, second, bias in sums]).mean(0)
+    torch.testing.assert_close(mean_of_sums(sums, torch.float32), expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(mean_of_sums(sums, torch.float16), mean_of_sums(sums, torch.float32).half())
 
 
 def test_fused_noise_is_the_same_function_of_seed_frame_and_channel() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """BigVGAN in half precision with few launches: channels last, a fused activation, biases and sums within it.
 
-The same function as `bigvgan.BigVGAN`, its reference. Sums over residual branches and the filters stay in float32;
-inputs and outputs of convolutions are in half precision.
+The same function as `bigvgan.BigVGAN`, its reference. Sums are computed in float32; what one kernel leaves for another
+is in half precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triton_omni.token2wav.bigvgan import AntiAliasedSnake, BigVGAN, ResidualBlock, SnakeBeta, normalise_mel
-from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake
+from triton_omni.token2wav.kernels import SnakeFilters, anti_aliased_snake, mean_of_sums
 
 
 @dataclass(frozen=True)
@@ -82,29 +82,27 @@ class FusedVocoder:
     def __call__(self, mel: Tensor) -> Tensor:
         """See `BigVGAN.forward`."""
         rows = normalise_mel(mel).transpose(1, 2).contiguous().to(self._dtype)
-        hidden = self._pre(rows) + self._pre.bias
+        hidden = (self._pre(rows) + self._pre.bias).to(self._dtype)
         for up, blocks in zip(self._ups, self._levels, strict=True):
-            hidden = self._level(up(hidden.to(self._dtype)), up.bias, blocks)
+            dtype = torch.float32 if up is self._ups[-1] else self._dtype
+            hidden = self._level(up(hidden), up.bias, blocks, dtype)
         silence = torch.zeros_like(hidden[0, 0])
         last = anti_aliased_snake(hidden, None, silence, self._last, dtype=torch.float32)
         return torch.clamp(self._post(last), -1.0, 1.0).squeeze(2)
 
-    def _level(self, hidden: Tensor, bias: Tensor, blocks: Sequence[Sequence[_Pair]]) -> Tensor:
-        """Return the mean of the blocks' outputs for the input `hidden + bias`; [B, T, C] fp32."""
-        outputs = [self._residual_block(hidden, bias, pairs) for pairs in blocks]
-        total = outputs[0]
-        for output in outputs[1:]:
-            total += output
-        return total.div_(len(outputs))
+    def _level(self, hidden: Tensor, bias: Tensor, blocks: Sequence[Sequence[_Pair]], dtype: torch.dtype) -> Tensor:
+        """Return the mean of the blocks' outputs for the input `hidden + bias`; [B, T, C] in `dtype`."""
+        return mean_of_sums([self._residual_block(hidden, bias, pairs) for pairs in blocks], dtype)
 
-    def _residual_block(self, hidden: Tensor, bias: Tensor, pairs: Sequence[_Pair]) -> Tensor:
+    def _residual_block(self, hidden: Tensor, bias: Tensor, pairs: Sequence[_Pair]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return stream, branch and bias, whose sum is the block's output."""
         stream, branch = hidden, None
         for pair in pairs:
-            total = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+            total = torch.empty_like(hidden)
             entered = anti_aliased_snake(stream, branch, bias, pair.enter, dtype=self._dtype, total=total)
             inner = anti_aliased_snake(pair.dilated(entered), None, pair.dilated.bias, pair.between, dtype=self._dtype)
             stream, branch, bias = total, pair.plain(inner), pair.plain.bias
-        return stream.add_(branch).add_(bias) if branch is not None else stream + bias
+        return stream, cast(Tensor, branch), bias
 
     def _pairs(self, block: ResidualBlock) -> list[_Pair]:
         snakes = [_filters(activation, self._dtype) for activation in block.activations]

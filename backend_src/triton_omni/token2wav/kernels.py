@@ -253,7 +253,7 @@ def anti_aliased_snake(
         bias: [C] fp32.
         snake: filters and coefficients.
         dtype: of the result.
-        total: [B, T, C] fp32, where the sum is kept as well.
+        total: [B, T, C], where the sum is kept as well.
 
     Returns:
         [B, T, C] in `dtype`.
@@ -284,6 +284,38 @@ def anti_aliased_snake(
         TILE=tile,
         PRECISION="tf32x3" if dtype is torch.float32 else "tf32",
         num_warps=warps,
+    )
+    return output
+
+
+@triton.jit(do_not_specialize=["count"])
+def _mean_of_sums(firsts, seconds, biases, output, count, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = places < count
+    channels = places % CHANNELS
+    total = tl.zeros((TILE,), tl.float32)
+    for part in tl.static_range(len(firsts)):
+        total += tl.load(firsts[part] + places, mask=inside, other=0.0)
+        total += tl.load(seconds[part] + places, mask=inside, other=0.0)
+        total += tl.load(biases[part] + channels, mask=inside, other=0.0)
+    tl.store(output + places, (total / len(firsts)).to(output.dtype.element_ty), mask=inside)
+
+
+def mean_of_sums(parts: Sequence[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Compute the mean of `first + second + bias` over parts.
+
+    Args:
+        parts: first and second [B, T, C], bias [C] fp32.
+        dtype: of the result.
+
+    Returns:
+        [B, T, C] in `dtype`.
+    """
+    firsts, seconds, biases = zip(*parts, strict=True)
+    output = torch.empty_like(firsts[0], dtype=dtype)
+    tile = 1024
+    _mean_of_sums[(triton.cdiv(output.numel(), tile),)](
+        firsts, seconds, biases, output, output.numel(), CHANNELS=output.shape[-1], TILE=tile, num_warps=4
     )
     return output
 
