@@ -52,6 +52,7 @@ ONE='one=--concurrency 1 --requests 8'
 EIGHT='eight=--concurrency 8 --requests 32'
 TOGETHER='together=--concurrency 32 --requests 96'
 LISTENERS='listeners=--concurrency 32 --requests 96 --ramp-up 20 --listen'
+BRIEF='--max-tokens 30 --talker-max-tokens 100'
 LOW_LATENCY='low_latency={"token2wav": {"plan": "low_latency"}}'
 
 listen() { # listen PLACES [REPLIES]: so many hear replies of 20 s: three each up to 128, or two each where that is more
@@ -151,7 +152,7 @@ part_media() {
     micro media/media 7b --only media,media-vllm &&
         "$PYTHON" -c "from PIL import Image; Image.effect_noise((4032, 3024), 64).convert('RGB').save('$photo')" &&
         compare media/photo 7b --variant shipped --load \
-            "photo=--concurrency 1,8 --requests 16 --image '$photo' --max-tokens 30 --talker-max-tokens 100"
+            "photo=--concurrency 1,8 --requests 16 --image '$photo' --prompt-tokens 15700 $BRIEF"
 }
 
 part_triton() {
@@ -309,7 +310,7 @@ memory() { # memory SIZE GIB VARIANT: starts where so much is free, and the larg
     local asked=()
     several --variant "$3"
     compare "memory/${3%%=*}" "$1" --memory "$2" "${asked[@]}" --load "$ONE" --load "$EIGHT" --load \
-        "photo=--concurrency 1 --requests 4 --image '$OUT/memory/photo.jpg' --max-tokens 30 --talker-max-tokens 100"
+        "photo=--concurrency 1 --requests 4 --image '$OUT/memory/photo.jpg' --prompt-tokens 7800 $BRIEF"
 }
 
 part_memory() { # 7B as shipped, which needs less than 70 GiB, and the profile `small` where no more memory is free

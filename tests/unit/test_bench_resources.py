@@ -32,13 +32,13 @@ process_start 1
 
 
 class FakeNvml:
-    """One GPU with two processes, as the module `pynvml` shows it."""
+    """GPUs, the first with two processes, as the module `pynvml` shows them."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *, unsupported: tuple[str, ...] = ()) -> None:
-        self.unsupported = unsupported
+    def __init__(self, *, unsupported: tuple[str, ...] = (), count: int = 1) -> None:
+        self.unsupported, self.count = unsupported, count
         self.asked_since: list[int] = []
         self.shut_down = False
 
@@ -57,13 +57,16 @@ class FakeNvml:
         self.shut_down = True
 
     def fake_nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
+        return self.count
 
     def fake_nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         return f"device {index}"
 
-    def fake_nvmlDeviceGetName(self, _device: str) -> bytes:  # noqa: N802
-        return b"NVIDIA H200"
+    def fake_nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        return f"device {uuid}"
+
+    def fake_nvmlDeviceGetName(self, device: str) -> bytes:  # noqa: N802
+        return {"device 0": b"NVIDIA H200"}.get(device, device.encode())
 
     def fake_nvmlDeviceGetMemoryInfo(self, _device: str) -> Any:  # noqa: N802
         return SimpleNamespace(used=100 * 2**20)
@@ -121,6 +124,29 @@ def test_figures_that_a_driver_does_not_give_are_left_out() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, ["NVIDIA H200", "device 1", "device 2"]),
+        ("2, 0", ["device 2", "NVIDIA H200"]),
+        ("GPU-7f", ["device GPU-7f"]),
+        ("1,-1,0", ["device 1"]),
+        ("", []),
+    ],
+)
+def test_a_gpu_that_this_process_does_not_see_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = Nvml(FakeNvml(count=3), stage)
+    assert nvml.gpus() == gpus
+    assert {name for name in nvml.sample() if name.startswith("gpu/")} == {
+        f"gpu/{place}/{figure}" for place in range(len(gpus)) for figure in ("memory_mib", "utilization")
+    }
+
+
 def test_a_machine_without_a_driver_says_so() -> None:
     with pytest.raises(NvmlError, match="Not Supported"):
         Nvml(FakeNvml(unsupported=("nvmlInit",)))
@@ -136,7 +162,7 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
 def test_the_library_has_what_is_asked_of_it() -> None:
     library = pytest.importorskip("pynvml")
     asked = [name.removeprefix("fake_") for name in vars(FakeNvml) if name.startswith("fake_")]
-    assert len(asked) == 9
+    assert len(asked) == 10
     assert [name for name in [*asked, "NVMLError"] if not hasattr(library, name)] == []
     assert {"pid", "timeStamp", "smUtil"} <= {name for name, _ in library.c_nvmlProcessUtilizationSample_t._fields_}
 

@@ -225,6 +225,18 @@ def test_small_is_measured_where_no_more_memory_is_free(recorded: Recorded, scri
         assert str(asked[-1]["image"][0]) in made[-1]
 
 
+@pytest.mark.parametrize("part", ["media", "memory"])
+def test_a_photo_fits_in_the_prompt_that_shows_it(recorded: Recorded, script: Any, part: str) -> None:
+    _, _, commands = recorded.run(str(recorded.folder / "out"), part)
+    made = next(" ".join(command) for command in commands if "effect_noise" in " ".join(command))
+    width, height = map(int, re.findall(r"effect_noise\(\((\d+), (\d+)\)", made)[0])
+    served = [command for command in commands if Path(command[0]).name == "compare"]
+    loads = [one for command in served for asked in asked_of(command, script).values() for one in asked if one["image"]]
+    assert loads
+    for load in loads:
+        assert 0 <= load["prompt_tokens"] - width * height // 28**2 < 200
+
+
 def test_caches_are_served_several_times_by_turns(
     recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and utilisation of this machine's NVIDIA GPUs, by GPU and by stage, through NVML (`nvidia-ml-py`).
+"""Memory and utilisation of the NVIDIA GPUs that this process sees, by GPU and by stage, through NVML (`nvidia-ml-py`).
 
 A process belongs to the stage whose model folder its command line names.
 """
@@ -7,6 +7,8 @@ A process belongs to the stage whose model folder its command line names.
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -36,7 +38,7 @@ def stage_of(pid: int) -> str:
 
 
 class Nvml:
-    """A session with the driver.
+    """A session with the driver, for the GPUs that `CUDA_VISIBLE_DEVICES` names, or all; GPU 0 is the first of them.
 
     Args:
         library: the module `pynvml`; None imports it.
@@ -55,12 +57,24 @@ class Nvml:
             raise NvmlError(f"{name} is not installed (pip install nvidia-ml-py psutil)") from error
         try:
             self._nvml.nvmlInit()
-            count = self._nvml.nvmlDeviceGetCount()
-            self._devices = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            self._devices = self._visible_devices()
         except self._nvml.NVMLError as error:
             raise NvmlError(f"no NVIDIA GPU could be asked here ({error})") from error
         self._stage = stage
-        self._seen_us = [0] * count
+        self._seen_us = [0] * len(self._devices)
+
+    def _visible_devices(self) -> list[Any]:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if chosen is None:
+            return [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+        # As CUDA: a name that is none ends the list.
+        named = itertools.takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in chosen.split(",")))
+        return [
+            self._nvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else self._nvml.nvmlDeviceGetHandleByUUID(name)
+            for name in named
+        ]
 
     def gpus(self) -> list[str]:
         """Names of the GPUs."""
