@@ -9,7 +9,7 @@ is launched kernel by kernel. All graphs share one memory pool, so only one may 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -293,7 +293,7 @@ class GraphedVocoder:
     Args:
         fused: what is recorded, and what runs for all other shapes.
         mel_dim: channels of its input.
-        shapes: (batch, frames) to record graphs for; a larger batch is composed of these.
+        shapes: (batch, frames) to record graphs for. A batch runs in the smallest that holds it, a larger one in parts.
         pool: where graphs have their memory.
     """
 
@@ -314,16 +314,14 @@ class GraphedVocoder:
 
     def __call__(self, mel: Tensor) -> Tensor:
         """See `BigVGAN.forward`."""
-        sizes = sorted((size for size, length in self._graphs if length == mel.shape[2]), reverse=True)
-        if not sizes or sizes[-1] > 1:
+        sizes = sorted(size for size, length in self._graphs if length == mel.shape[2])
+        if not sizes:
             return self._fused(mel)
-        parts, rest = [], mel
-        while len(rest):
-            size = next(size for size in sizes if size <= len(rest))
-            inputs, recorded = self._graphs[size, mel.shape[2]]
-            inputs.copy_(rest[:size])
-            recorded.graph.replay()
-            # A copy, since the next part may use the same graph.
-            parts.append(recorded.output.clone())
-            rest = rest[size:]
-        return torch.cat(parts)
+        return torch.cat([self._replay(part, sizes) for part in torch.split(mel, sizes[-1])])
+
+    def _replay(self, mel: Tensor, sizes: Sequence[int]) -> Tensor:
+        inputs, recorded = self._graphs[next(size for size in sizes if size >= len(mel)), mel.shape[2]]
+        inputs[: len(mel)] = mel
+        recorded.graph.replay()
+        # A copy, since the next part may use the same graph.
+        return recorded.output[: len(mel)].clone()
