@@ -32,7 +32,7 @@ process_start 1
 
 
 class FakeNvml:
-    """GPUs, the first with two processes, as the module `pynvml` shows them."""
+    """GPUs with two stages each, as the module `pynvml` shows them."""
 
     class NVMLError(Exception):
         pass

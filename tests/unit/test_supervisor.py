@@ -794,7 +794,9 @@ def test_an_unpacked_server_brings_its_backends_and_libraries(tmp_path: Path) ->
     assert install.library_folders[0] == tmp_path / "nvidia_pytriton.libs"
 
 
-@pytest.mark.parametrize(("chosen", "seen"), [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("0,1,2", 2)])
+@pytest.mark.parametrize(
+    ("chosen", "seen"), [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("0,1,2", 2), ("1,-1,0", 1)]
+)
 def test_gpus_are_those_present_and_chosen(tmp_path: Path, chosen: str | None, seen: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

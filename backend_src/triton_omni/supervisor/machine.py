@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import itertools
 import json
 import os
 import random
@@ -107,7 +108,9 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    return min(present, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
+    # As CUDA: a name that is none ends the list.
+    names = itertools.takewhile(lambda name: name.strip() not in ("", "-1"), chosen.split(","))
+    return min(present, len(list(names)))
 
 
 def choose_ports(host: str, wanted: Mapping[str, int]) -> dict[str, int]:
