@@ -47,6 +47,8 @@ def test_streams_that_have_ended_leave_nothing_of_what_they_held(
     """Triton keeps some for the next ones by default, each with all the bytes that it ever had."""
 
     def in_use() -> int:
+        watched.wait_until_idle()
+        time.sleep(FRESH_S)
         return int(heap[1].read_text())
 
     def ask(number: int) -> None:
@@ -56,13 +58,9 @@ def test_streams_that_have_ended_leave_nothing_of_what_they_held(
     def kept() -> int:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(ask, range(REQUESTS)))
-        watched.wait_until_idle()
-        time.sleep(FRESH_S)
         return in_use() - before
 
     watched.ask("first", "hello", seed=1)
-    watched.wait_until_idle()
-    time.sleep(FRESH_S)
     before = in_use()
-    # A connection, which lasts, has buffers for one to five messages, by chance; streams would keep eight each time.
+    # A connection, which lasts, has buffers for some messages, how many is chance; streams would keep eight each time.
     wait_for(lambda: kept() < AT_ONCE * TEXT_BYTES * 3 // 4, watched.log)
