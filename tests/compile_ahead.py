@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_omni.token2wav.attention import Rotary
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
-from triton_omni.token2wav.batching import Neighbours, block_layout
+from triton_omni.token2wav.batching import Blocks, block_layout
 from triton_omni.token2wav.kernels import (
     SnakeFilters,
     anti_aliased_snake,
@@ -216,14 +216,13 @@ def transformer(blocks: int, width: int = 1024, heads: int = 16) -> None:
         residual_norm(hidden, branch, part, part, part, eps=1e-6, dtype=HALF)
     number = zeros(blocks, dtype=torch.int32)
     angles = zeros(rows, head // 2, dtype=FLOAT)
-    before = Rotary(zeros(1, 24, 1, head // 2, dtype=FLOAT), zeros(1, 24, 1, head // 2, dtype=FLOAT))
+    before = Rotary(zeros(24, 1, head // 2, dtype=FLOAT), zeros(24, 1, head // 2, dtype=FLOAT))
     past = LayerKVCache(zeros(3, 24, 2 * width), zeros(1, dtype=torch.int32)[0], number, number, before)
-    qkv = zeros(rows, 3 * width)
+    qkv, tables = zeros(rows, 3 * width), Blocks(number, number, number, number)
     for reach in ((0, 0), (1, 0), (0, 1)):
-        neighbours = Neighbours(number, number, number)
         found = past if reach[0] else None
-        block_attention(qkv, (angles, angles), neighbours, reach, found, heads=heads, rotary_heads=1)
-    leave_past(qkv, past, heads=heads)
+        block_attention(qkv, (angles, angles), tables, reach, found, block_size=24, heads=heads, rotary_heads=1)
+    leave_past(qkv, tables, past, heads=heads)
 
 
 def tiled_layer(tilings: LayerTilings, rows: int, width: int = 1024, inner: int = 2048) -> None:
@@ -245,9 +244,9 @@ def solvers() -> None:
     for halves in (1, 2):
         voices = zeros(1, 2, 1024, dtype=FLOAT)[:, :halves]
         fused_condition(zeros(48, dtype=torch.int32), zeros(8, 1024, dtype=FLOAT), voices, layout)
-    state, width = zeros(4, 24, 80, dtype=FLOAT), zeros(1, dtype=FLOAT)[0]
+    state, width = zeros(96, 80, dtype=FLOAT), zeros(1, dtype=FLOAT)[0]
     for guided in (True, False):
-        velocity, scale = zeros(4 << guided, 24, 80), zeros(4, 24, 1, dtype=FLOAT) if guided else None
+        velocity, scale = zeros(96 << guided, 80), zeros(96, 1, dtype=FLOAT) if guided else None
         for solver, evaluations in EVALUATIONS_A_STEP.items():
             slopes = zeros(evaluations - 1, *state.shape, dtype=FLOAT)
             for number in range(evaluations):

@@ -188,7 +188,7 @@ class WindowStreams:
         self._engine, self._plan, self._batch = engine, plan, batch
         self._windows_plan = streaming_plan(windows)
         *_, later = self._windows_plan.regular_chunks
-        self._frames = batch * later.solved_frames
+        self._frames = batch * len(later.solved)
         self._options = StreamOptions(mode="streaming", preset=preset)
         self._voice = load_speakers(Path(plan.model), load_config(Path(plan.model))).default.name
 

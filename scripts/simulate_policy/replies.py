@@ -59,8 +59,8 @@ class Reply:
 
     @property
     def frames(self) -> int:
-        """Mel frames of the next window, see `Chunk.solved_frames`."""
-        return self._next.solved_frames
+        """Mel frames of the next window."""
+        return len(self._next.solved)
 
     @property
     def is_over(self) -> bool:

@@ -110,10 +110,10 @@ def some_past(networks: Networks, layout: BlockLayout, *, bad: float) -> WindowK
 def test_fused_attention_equals_the_plain_one_on_ragged_windows(networks: Networks, reach: tuple[int, int]) -> None:
     block, heads, head_dim = 24, 2, 32
     layout = block_layout(LENGTHS, block, DEVICE)
-    qkv = layout.pack(random(sum(LENGTHS), 3 * heads * head_dim))
-    angles = random(layout.num_blocks, block, 1, head_dim // 2, seed=1)
+    qkv = random(sum(LENGTHS), 3 * heads * head_dim)
+    angles = random(sum(LENGTHS), 1, head_dim // 2, seed=1)
     rotary = Rotary(angles.cos(), angles.sin())
-    query, key, value = (part.reshape(-1, block, heads, head_dim).clone() for part in qkv.chunk(3, dim=-1))
+    query, key, value = (part.reshape(-1, heads, head_dim).clone() for part in qkv.chunk(3, dim=-1))
     rotate_(query, rotary)
     rotate_(key, rotary)
     past, before = None, None
@@ -124,31 +124,32 @@ def test_fused_attention_equals_the_plain_one_on_ragged_windows(networks: Networ
         assert there.tolist() == [False, False, True, False, True, False, False]
         rotate_(earlier_key, past.rotary)
         before = Before(earlier_key, earlier_value, there)
-    expected = layout.unpack(block_attention(query, key, value, layout, reach, before=before).flatten(2))
+    expected = block_attention(query, key, value, layout, reach, before=before).flatten(1)
     ours = fused_block_attention(
-        qkv.flatten(0, 1),
-        (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2)),
-        layout.neighbours,
+        qkv,
+        (rotary.cos[:, 0], rotary.sin[:, 0]),
+        layout.blocks,
         reach,
         past,
+        block_size=block,
         heads=heads,
         rotary_heads=1,
     )
-    for theirs, mine in zip(expected, layout.unpack(ours.view(-1, block, heads * head_dim)), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_fused_copy_leaves_the_same_rows_in_the_same_pages(networks: Networks) -> None:
     heads, head_dim = networks.dit.config.num_heads, networks.dit.config.head_dim
     layout = block_layout(LENGTHS, 24, DEVICE)
-    qkv = layout.pack(random(sum(LENGTHS), 3 * heads * head_dim))
-    _, key, value = (part.reshape(-1, 24, heads, head_dim) for part in qkv.chunk(3, dim=-1))
+    qkv = random(sum(LENGTHS), 3 * heads * head_dim)
+    by_block = layout.reaches[0, 0].rows
+    _, key, value = (part.reshape(-1, heads, head_dim)[by_block] for part in qkv.chunk(3, dim=-1))
     plain, fused = (some_past(networks, layout, bad=0.5) for _ in range(2))
     for evaluation in range(2):
         for past in (plain, fused):
             layer = past.at(evaluation, networks.dit.config.look_backward_layers[0])
             assert layer is not None
-            layer.write(key, value) if past is plain else leave_past(qkv.flatten(0, 1), layer, heads=heads)
+            layer.write(key, value) if past is plain else leave_past(qkv, layout.blocks, layer, heads=heads)
     assert torch.equal(fused.pool.pages[:-1], plain.pool.pages[:-1])
     assert (fused.pool.pages[-1] == 0.5).all()
     # The first window's first block, the fourth's second.
@@ -164,14 +165,14 @@ def test_fused_condition_is_the_plain_one(lengths: tuple[int, ...], halves: int)
     codes = torch.randint(9, (sum(lengths) // 2,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     spoken, voices = random(9, width), random(len(lengths), 2, width, seed=2)[:, :halves]
     ours = fused_condition(codes.to(DEVICE), spoken, voices, layout)
-    assert ours.shape == (halves, layout.num_blocks, 24, width)
+    assert ours.shape == (halves, sum(lengths), width)
     assert torch.equal(ours, condition(codes.to(DEVICE), spoken, voices, layout))
 
 
 @pytest.mark.parametrize("solver", ["rk4", "euler"])
 @pytest.mark.parametrize("guided", [True, False])
 def test_fused_step_of_a_solver_is_the_plain_one(solver: Solver, guided: bool) -> None:
-    shape, width, scale = (3, 24, 10), torch.tensor(0.3, device=DEVICE), random(3, 24, 1, seed=1)
+    shape, width, scale = (72, 10), torch.tensor(0.3, device=DEVICE), random(72, 1, seed=1)
     begin, factors = random(*shape), random(2, *shape, seed=2)
 
     def halves(number: int, state: Tensor) -> Tensor:
@@ -436,7 +437,7 @@ def test_little_is_launched_before_the_first_step(networks: Networks) -> None:
     graphs = CalledAgain()
     graphs.record = lambda call: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None))  # type: ignore[method-assign]
     solver = GraphedSolver(networks.dit, FusedDiT(networks.dit, torch.float32), graphs, past, sizes=(4,), recorded=())
-    noise, laid = random(96, 80), random(2, 4, 24, networks.dit.config.hidden_size)
+    noise, laid = random(96, 80), random(2, 96, networks.dit.config.hidden_size)
     sampler = Sampler(networks.dit, DEVICE, solver, noise=lambda *_: noise, lay_condition=lambda *_: laid, past=past)
     windows = some_windows(networks, (48,))
     run_out(sampler.steps(windows, options))
@@ -444,6 +445,20 @@ def test_little_is_launched_before_the_first_step(networks: Networks) -> None:
         next(sampler.steps(windows, options))
     # Codes and voices; state, scale, condition, pointers; modulation, numbers; width. The grid's widths are the host's.
     assert launches.names == {"cat": 1, "stack": 1, "copy_": 6, "fill_": 1, "diff": 1}
+
+
+@pytest.mark.usefixtures("plain_norm")
+def test_short_windows_run_in_a_graph_with_as_many_blocks(networks: Networks) -> None:
+    options, dtype = FlowOptions("euler", 3, -1.0, guided=True), torch.float16 if ON_GPU else torch.float32
+    fused, past = FusedDiT(networks.dit, dtype), networks.dit.past_pool(0, dtype)
+    graphed = GraphedSolver(networks.dit, fused, CalledAgain(), past, sizes=(1, 4), recorded=())
+    windows = some_windows(networks, (1, 2, 1, 3, 2))
+    one_by_one, by_steps = (
+        Sampler(networks.dit, DEVICE, solver, past=past).sample(windows, options)
+        for solver in (StepwiseSolver(fused), graphed)
+    )
+    for theirs, mine in zip(one_by_one, by_steps, strict=True):
+        assert decibel(theirs, mine) > 60.0
 
 
 @pytest.mark.usefixtures("plain_norm")

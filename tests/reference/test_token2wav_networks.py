@@ -92,12 +92,12 @@ def test_one_evaluation_equals_hf_for_both_halves_of_guidance(
     layout = block_layout((count * 2,) * 2, dit.config.block_size, CPU)
     speaking, silent = networks.voices[VOICE].halves
     spoken = dit.codes()[codes].repeat_interleave(dit.config.repeats, dim=0) + speaking
-    condition = layout.pack(torch.cat([spoken, silent.expand_as(spoken)]))
+    condition = torch.cat([spoken, silent.expand_as(spoken)])
     past = dit.past_pool(0, torch.float32).of_batch([None, None], layout, evaluations=1, halves=1).upload()
     velocity = dit.velocity_for(condition, dit.modulation(torch.tensor([time])), layout, past)
-    ours = velocity(0, layout.pack(torch.cat([state, state])))
+    ours = velocity(0, torch.cat([state, state]))
     assert (theirs[0] - theirs[1]).abs().max() > 1e-2
-    torch.testing.assert_close(torch.stack(layout.unpack(ours)), theirs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(layout.split(ours)), theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 0.0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ragged batches of blocks: packing loses nothing, and no window sees another."""
+"""Ragged batches of rows and their blocks: no window sees another."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def some_windows(features: int, seed: int) -> list[Tensor]:
 def attend(attention: Attention, windows: list[list[Tensor]], reach: tuple[int, int]) -> tuple[Tensor, ...]:
     """Attention over [query, key, value] lists of windows [T, heads x dim]."""
     layout = block_layout(tuple(len(window) for window in windows[0]), BLOCK, CPU)
-    query, key, value = (layout.pack(torch.cat(part)).view(-1, BLOCK, HEADS, DIM) for part in windows)
-    return layout.unpack(attention(query, key, value, layout, reach).flatten(2))
+    query, key, value = (torch.cat(part).view(-1, HEADS, DIM) for part in windows)
+    return layout.split(attention(query, key, value, layout, reach).flatten(1))
 
 
 def by_definition(query: Tensor, key: Tensor, value: Tensor, reach: tuple[int, int]) -> Tensor:
@@ -40,27 +40,19 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, reach: tuple[int, i
     return torch.cat(outputs, dim=1)
 
 
-def test_unpack_is_the_inverse_of_pack_and_padding_is_zero() -> None:
-    windows = some_windows(3, 0)
-    layout = block_layout(LENGTHS, BLOCK, CPU)
-    packed = layout.pack(torch.cat(windows))
-    assert packed.shape == (layout.num_blocks, BLOCK, 3)
-    assert packed.abs().gt(0).sum() == sum(LENGTHS) * 3
-    for window, back in zip(windows, layout.unpack(packed), strict=True):
-        assert torch.equal(window, back)
-
-
 def test_positions_begin_anew_in_every_window() -> None:
     layout = block_layout(LENGTHS, BLOCK, CPU)
-    for length, positions in zip(LENGTHS, layout.unpack(layout.positions[..., None]), strict=True):
-        assert torch.equal(positions[:, 0], torch.arange(length))
+    for length, positions in zip(LENGTHS, layout.split(layout.positions), strict=True):
+        assert torch.equal(positions, torch.arange(length))
 
 
-def test_each_block_knows_its_neighbours_in_its_window_and_its_frames() -> None:
-    near = block_layout((20, 1, 16), BLOCK, CPU).neighbours
-    assert near.previous.tolist() == [-1, 0, 1, -1, -1, 4]
-    assert near.following.tolist() == [1, 2, -1, -1, 5, -1]
-    assert near.valid_frames.tolist() == [8, 8, 4, 1, 8, 8]
+def test_each_block_knows_its_rows_and_those_beside_it_in_its_window() -> None:
+    layout = block_layout((20, 1, 16), BLOCK, CPU)
+    assert layout.starts == (0, 3, 4)
+    assert layout.blocks.first.tolist() == [0, 8, 16, 20, 21, 29]
+    assert layout.blocks.before.tolist() == [0, 8, 8, 0, 0, 8]
+    assert layout.blocks.own.tolist() == [8, 8, 4, 1, 8, 8]
+    assert layout.blocks.after.tolist() == [8, 4, 0, 0, 8, 0]
 
 
 def test_each_row_knows_its_window() -> None:
@@ -88,9 +80,9 @@ def test_attention_sees_the_block_that_an_earlier_window_left(attention: Attenti
     key, value = torch.randn(2, layout.num_blocks, BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(9))
     there = torch.zeros(layout.num_blocks, dtype=torch.bool)
     there[[layout.starts[number] for number in (0, 3, 4)]] = True
-    query, own_key, own_value = (layout.pack(torch.cat(part)).view(-1, BLOCK, HEADS, DIM) for part in windows)
+    query, own_key, own_value = (torch.cat(part).view(-1, HEADS, DIM) for part in windows)
     mixed = attention(query, own_key, own_value, layout, reach, before=Before(key, value, there))
-    for number, ours in enumerate(layout.unpack(mixed.flatten(2))):
+    for number, ours in enumerate(layout.split(mixed.flatten(1))):
         first = layout.starts[number]
         earlier = [torch.zeros(BLOCK, HEADS * DIM), key[first].flatten(1), value[first].flatten(1)]
         seen = BLOCK if there[first] else 0

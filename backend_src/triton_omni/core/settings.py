@@ -371,7 +371,7 @@ class Token2WavSettings(_Frozen):
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
     max_batch_frames: Positive = 1200
-    """Mel frames of one batch: 7 long windows, or 25 first ones."""
+    """Mel frames of one batch: 7 long windows, or 28 first ones."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"

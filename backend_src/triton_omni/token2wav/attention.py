@@ -44,7 +44,7 @@ class Attention(Protocol):
         *,
         before: Before | None = None,
     ) -> Tensor:
-        """Return the mixed values [N, block, heads, head_dim]; see `block_attention`."""
+        """Return the mixed values [R, heads, head_dim]; see `block_attention`."""
 
 
 def plain_attention(
@@ -61,20 +61,21 @@ def plain_attention(
     Time and memory grow with the square of the longest window; the reference for `block_attention`.
     """
     look_back, look_ahead = reach
-    block = torch.arange(layout.dense.valid.shape[1], device=query.device) // layout.block_size
+    rows, valid = layout.dense.rows, layout.dense.valid
+    block = torch.arange(valid.shape[1], device=query.device) // layout.block_size
     distance = block[None, :] - block[:, None]
     within = (distance >= -look_back) & (distance <= look_ahead)
     # Places after a window's end attend to themselves only, so that no row of the softmax is empty.
-    mask = (within & layout.dense.valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
-    query, key, value = (_to_dense(tensor, layout) for tensor in (query, key, value))
+    mask = (within & valid[:, None, :]) | torch.eye(len(block), dtype=torch.bool, device=query.device)
+    query, key, value = (tensor[rows].transpose(1, 2) for tensor in (query, key, value))
     if before is not None:
-        first = layout.dense.blocks[:, 0]
+        first = layout.dense.first
         key = torch.cat([before.key[first].transpose(1, 2), key], dim=2)
         value = torch.cat([before.value[first].transpose(1, 2), value], dim=2)
         seen = before.there[first][:, None, None] & (block == 0)[:, None]
         mask = torch.cat([seen.expand(-1, -1, layout.block_size), mask], dim=2)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
-    return _from_dense(mixed, layout)
+    return mixed.transpose(1, 2).flatten(0, 1)[layout.dense.places]
 
 
 def block_attention(
@@ -89,45 +90,28 @@ def block_attention(
     """Attend from every block of frames to the blocks that it can see; linear in the number of blocks.
 
     Args:
-        query, key, value: [N, block, heads, head_dim].
-        layout: which blocks are neighbours.
+        query, key, value: [R, heads, head_dim].
+        layout: the blocks of the R rows.
         reach: (look-back, look-ahead) in blocks, one of `batching.REACHES`.
         before: what a layer with look-back sees of earlier windows; None for nothing.
     """
-    keys = layout.reaches[reach]
-    mask = keys.mask
-    if any(reach):
-        by_side = (len(query), -1, *query.shape[1:])
-        key = key.index_select(0, keys.blocks).view(by_side)
-        value = value.index_select(0, keys.blocks).view(by_side)
-        if before is not None:
-            there = before.there[:, None, None, None]
-            key[:, 0] = torch.where(there, before.key, key[:, 0])
-            value[:, 0] = torch.where(there, before.value, value[:, 0])
-            # The mask is not None: the first block of a window has no block before it in the batch.
-            mask = cast(Tensor, mask).clone()
-            mask[..., : layout.block_size] |= there
-        key, value = key.flatten(1, 2), value.flatten(1, 2)
+    keys, own = layout.reaches[reach], layout.reaches[0, 0].rows
+    mask, size = keys.mask, layout.block_size
+    query, key, value = query[own], key[keys.rows], value[keys.rows]
+    if before is not None:
+        there = before.there[:, None, None, None]
+        key[:, :size] = torch.where(there, before.key, key[:, :size])
+        value[:, :size] = torch.where(there, before.value, value[:, :size])
+        # The mask is not None: the first block of a window has no block before it in the batch.
+        mask = cast(Tensor, mask).clone()
+        mask[..., :size] |= there
     mixed = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
     )
-    return mixed.transpose(1, 2)
+    return mixed.transpose(1, 2).flatten(0, 1)[layout.places]
 
 
 ATTENTION: dict[AttentionKind, Attention] = {"block": block_attention, "plain": plain_attention}
-
-
-def _to_dense(blocks: Tensor, layout: BlockLayout) -> Tensor:
-    """Convert [N, block, heads, d] to [W, heads, B x block, d]."""
-    windows, places = layout.dense.blocks.shape
-    dense = blocks.index_select(0, layout.dense.blocks.flatten())
-    return dense.view(windows, places * layout.block_size, *blocks.shape[2:]).transpose(1, 2)
-
-
-def _from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
-    """Convert [W, heads, B x block, d] back to [N, block, heads, d]."""
-    rows = dense.transpose(1, 2).reshape(-1, layout.block_size, dense.shape[1], dense.shape[3])
-    return rows.index_select(0, layout.dense.places)
 
 
 # --- rotary embedding -------------------------------------------------------------------------------------------------
@@ -139,15 +123,15 @@ ROTARY_HEADS = 1
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosine and sine of the rotary angles, [N, block, 1, head_dim / 2] each."""
+    """Cosine and sine of the rotary angles, [..., 1, head_dim / 2] each."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotate_(projected: Tensor, rotary: Rotary) -> None:
-    """Rotate the first head of `projected` [N, block, heads, head_dim] in place, in interleaved pairs."""
-    heads = projected[:, :, :ROTARY_HEADS]
+    """Rotate the first head of `projected` [..., heads, head_dim] in place, in interleaved pairs."""
+    heads = projected[..., :ROTARY_HEADS, :]
     even, odd = heads[..., 0::2], heads[..., 1::2]
     rotated = torch.stack([even * rotary.cos - odd * rotary.sin, odd * rotary.cos + even * rotary.sin], dim=-1)
     heads.copy_(rotated.flatten(-2))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_omni.core.kernel_launch import early_launch, let_next_begin, padded_rows, wait_for_inputs
-from triton_omni.token2wav.batching import Neighbours
+from triton_omni.token2wav.batching import Blocks
 from triton_omni.token2wav.window_cache import LayerKVCache
 
 
@@ -77,9 +77,10 @@ def _block_attention(
     qkv,
     cosines,
     sines,
-    previous,
-    following,
-    valid,
+    first,
+    before,
+    own,
+    after,
     pages,
     found,
     number,
@@ -102,10 +103,9 @@ def _block_attention(
     inner: tl.constexpr = HEADS * HEAD_DIM
     pairs: tl.constexpr = HEAD_DIM // 2
     places = tl.arange(0, TILE)
-    is_rotated, inside = head < ROTARY_HEADS, places < BLOCK
-    frames = block.to(tl.int64) * BLOCK + places
+    is_rotated, count = head < ROTARY_HEADS, tl.load(own + block)
+    inside, frames = places < count, tl.load(first + block).to(tl.int64) + places
     query = qkv + head * HEAD_DIM
-    own_valid = places < tl.load(valid + block)
     cosine, sine = _angles(cosines, sines, frames, inside, is_rotated, pairs)
 
     wait_for_inputs(EARLY)
@@ -114,12 +114,10 @@ def _block_attention(
     total = tl.zeros([TILE], tl.float32)
     output = tl.zeros([TILE, HEAD_DIM], tl.float32)
     for side in tl.static_range(-BACK, AHEAD + 1):
-        loaded, keys, key_cosine, key_sine = own_valid, frames, cosine, sine
+        loaded, keys, key_cosine, key_sine = inside, frames, cosine, sine
         if side != 0:
-            # A neighbour that is not there is the first block with none of its frames valid.
-            neighbour = tl.load((previous if side < 0 else following) + block)
-            loaded = places < tl.where(neighbour < 0, 0, tl.load(valid + tl.maximum(neighbour, 0)))
-            keys = tl.maximum(neighbour, 0).to(tl.int64) * BLOCK + places
+            loaded = places < tl.load((before if side < 0 else after) + block)
+            keys = frames + (-BLOCK if side < 0 else count)
             key_cosine, key_sine = _angles(cosines, sines, keys, loaded, is_rotated, pairs)
         key_even, key_odd, value = _keys_and_values(
             query + inner, key_cosine, key_sine, keys, loaded, 3 * inner, inner, HEAD_DIM, TILE
@@ -128,7 +126,7 @@ def _block_attention(
             page = tl.load(found + block)
             if page >= 0:
                 # An earlier window's block precedes this one: read its rows.
-                loaded = inside
+                loaded = places < BLOCK
                 left = pages + (page + tl.load(number)).to(tl.int64) * PAGE + head * HEAD_DIM
                 key_cosine, key_sine = _angles(cosines_before, sines_before, places, loaded, is_rotated, pairs)
                 key_even, key_odd, value = _keys_and_values(
@@ -146,10 +144,11 @@ def _block_attention(
 def block_attention(
     qkv: Tensor,
     rotary: tuple[Tensor, Tensor],
-    neighbours: Neighbours,
+    blocks: Blocks,
     reach: tuple[int, int],
     past: LayerKVCache | None,
     *,
+    block_size: int,
     heads: int,
     rotary_heads: int,
     early: bool = False,
@@ -157,33 +156,33 @@ def block_attention(
     """Compute rotary embedding and attention of every block over the blocks it can see (`attention.block_attention`).
 
     Args:
-        qkv: [R, 3 x heads x head_dim], R = N x block rows of query, key and value side by side, not rotated.
+        qkv: [R, 3 x heads x head_dim], rows of query, key and value side by side, not rotated.
         rotary: cosine and sine [R, head_dim / 2] fp32 of every row.
-        neighbours: of the N blocks.
+        blocks: of the rows; one without rows computes nothing.
         reach: (look-back, look-ahead) in blocks, each 0 or 1.
         past: keys and values that a layer with look-back reads before blocks without a previous one, in the dtype of
             `qkv`.
+        block_size: maximum rows of a block.
         heads: number of heads; the first `rotary_heads` are rotated.
         early: see `early_launch`.
 
     Returns:
-        [R, heads x head_dim] in the dtype of `qkv`.
+        [R, heads x head_dim] in the dtype of `qkv`; rows of no block hold no meaning.
     """
     rows, width = qkv.shape
-    blocks = len(neighbours.previous)
-    block_size = rows // blocks
     head_dim = width // (3 * heads)
     mixed = torch.empty(rows, width // 3, dtype=qkv.dtype, device=qkv.device)
     # Without look-back the kernel does not read these arguments: any tensor will do.
     before = (qkv,) * 5
     if past is not None:
         before = (past.pages, past.found, past.number, past.rotary.cos, past.rotary.sin)
-    _block_attention[(blocks, heads)](
+    _block_attention[(len(blocks.first), heads)](
         qkv,
         *rotary,
-        neighbours.previous,
-        neighbours.following,
-        neighbours.valid_frames,
+        blocks.first,
+        blocks.before,
+        blocks.own,
+        blocks.after,
         *before,
         mixed,
         1.0 / math.sqrt(head_dim),
@@ -204,6 +203,7 @@ def block_attention(
 @triton.jit
 def _store_past(
     qkv,
+    first,
     pages,
     left,
     number,
@@ -222,32 +222,32 @@ def _store_past(
         places = tl.arange(0, TILE)
         lanes = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         inside = (places < BLOCK)[:, None]
-        source = qkv + (block.to(tl.int64) * BLOCK + places)[:, None] * 3 * inner + inner + lanes
+        source = qkv + (tl.load(first + block).to(tl.int64) + places)[:, None] * 3 * inner + inner + lanes
         target = pages + (page + tl.load(number)).to(tl.int64) * PAGE + places[:, None] * 2 * inner + lanes
         tl.store(target, tl.load(source, mask=inside), mask=inside)
         tl.store(target + inner, tl.load(source + inner, mask=inside), mask=inside)
 
 
-def leave_past(qkv: Tensor, past: LayerKVCache, *, heads: int, early: bool = False) -> None:
+def leave_past(qkv: Tensor, blocks: Blocks, past: LayerKVCache, *, heads: int, early: bool = False) -> None:
     """Write the keys and values of the blocks that later windows read (`window_cache.LayerKVCache.leave`).
 
     Args:
         qkv: [R, 3 x heads x head_dim], see `block_attention`, which must have been launched before.
+        blocks: of the rows; those that are written are whole.
         past: pages in the dtype of `qkv`.
         heads: of the attention.
         early: see `early_launch`.
     """
-    rows, width = qkv.shape
-    blocks = len(past.left)
-    block_size = rows // blocks
-    _store_past[(blocks, heads)](
+    block_size = past.pages.shape[1]
+    _store_past[(len(past.left), heads)](
         qkv,
+        blocks.first,
         past.pages,
         past.left,
         past.number,
         PAGE=past.pages.stride(0),
         HEADS=heads,
-        HEAD_DIM=width // (3 * heads),
+        HEAD_DIM=qkv.shape[1] // (3 * heads),
         BLOCK=block_size,
         TILE=triton.next_power_of_2(block_size),
         num_warps=2,

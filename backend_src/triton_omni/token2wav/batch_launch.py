@@ -50,8 +50,8 @@ class Due:
 
     @property
     def frames(self) -> int:
-        """See `Chunk.solved_frames`."""
-        return self.chunk.solved_frames
+        """Mel frames solved."""
+        return len(self.chunk.solved)
 
     @property
     def is_streamed(self) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of unequal windows of mel frames as one ragged batch of whole attention blocks.
+"""Layout of unequal windows of mel frames as one ragged batch: rows of one window after another, without padding.
 
-Windows follow each other in blocks, so that only a window's last block can hold padding. Pure index arithmetic,
-independent of the networks.
+Only attention sees blocks. A block is a number of rows that follow each other in a window, whose last block may be
+short. Pure index arithmetic, independent of the networks.
 """
 
 from __future__ import annotations
@@ -26,104 +26,105 @@ REACHES = ((0, 0), (1, 0), (0, 1), (1, 1))
 
 
 @dataclass(frozen=True)
-class Reach:
-    """The keys that each block of queries sees with one (look-back, look-ahead)."""
+class Blocks:
+    """The rows that belong to each of N blocks, and to the blocks beside it in the same window; int32 [N] each."""
 
-    blocks: Tensor
-    """int64 [N x K]: the K = look_back + 1 + look_ahead blocks of keys for each block, in time order."""
-    mask: Tensor | None
-    """bool [N, 1, 1, K x block]: keys that are frames of the same window; None when all of them are."""
+    first: Tensor
+    """Its first row."""
+    before: Tensor
+    """Number of rows of the block before, which end at `first`: a whole block, or 0 for a window's first one."""
+    own: Tensor
+    """Number of its rows."""
+    after: Tensor
+    """Number of rows of the block after, which follow its own; 0 for a window's last one."""
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """`Reach` in the form of the fused kernel: numbers of the blocks beside each block."""
+class Reach:
+    """The keys that each block of queries sees with one (look-back, look-ahead): what the plain path needs."""
 
-    previous: Tensor
-    """int32 [N]: the block before in the same window, -1 for none."""
-    following: Tensor
-    """int32 [N]: the block after in the same window, -1 for none."""
-    valid_frames: Tensor
-    """int32 [N]: frames of the block that are not padding."""
+    rows: Tensor
+    """int64 [N, K x block]: rows of the K = look_back + 1 + look_ahead blocks, in time order. Places that hold no frame
+    repeat the block's own first row.
+    """
+    mask: Tensor | None
+    """bool [N, 1, 1, K x block]: places that hold a frame; None when all of them do."""
 
 
 @dataclass(frozen=True)
 class Dense:
     """Windows as rows of one length: what attention over whole windows needs."""
 
-    blocks: Tensor
-    """int64 [W, B]: the block at place b of window w; places after a window's end repeat its last block."""
-    places: Tensor
-    """int64 [N]: the place of each block in the flattened [W x B] view."""
+    rows: Tensor
+    """int64 [W, T]: the row at each place of each window; places after its end repeat its last row."""
     valid: Tensor
-    """bool [W, B x block]: places that hold a frame."""
+    """bool [W, T]: places that hold a frame."""
+    places: Tensor
+    """int64 [R]: the place of each row in the flattened [W x T] view."""
+    first: Tensor
+    """int64 [W]: the first block of each window."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Positions of W windows in a batch of N blocks, and the blocks that are neighbours in time."""
+    """Positions of W windows in a batch of R rows, and their N blocks."""
 
     lengths: tuple[int, ...]
-    """Mel frames of each window."""
+    """Mel frames of each window, R together."""
     block_size: int
     starts: tuple[int, ...]
     """The first block of each window."""
     positions: Tensor
-    """int64 [N, block]: frame number within the window."""
-    slots: Tensor
-    """int64 [sum of lengths]: where each row lies in the flattened blocks."""
+    """int64 [R]: frame number within the window."""
     windows: Tensor
-    """int64 [sum of lengths]: the window of each row."""
-    neighbours: Neighbours
-    block_windows: NDArray[np.int64]
-    """[N], on the host: the window of each block."""
-    valid: NDArray[np.bool_]
-    """[N, block], on the host: which frames are not padding"""
-    block_neighbours: NDArray[np.int64]
-    """[3, N], on the host: what `neighbours` holds."""
+    """int64 [R]: the window of each row."""
+    blocks: Blocks
+    table: NDArray[np.int64]
+    """[4, N], on the host: what `blocks` holds."""
 
     @property
     def num_blocks(self) -> int:
         """N."""
-        return self.positions.shape[0]
+        return self.table.shape[1]
 
     @functools.cached_property
     def reaches(self) -> dict[tuple[int, int], Reach]:
         """Reaches by (look-back, look-ahead) in blocks; only for the plain path, so made at first use."""
-        window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
-        return {reach: _reach(window, valid, *reach, self.positions.device) for reach in REACHES}
+        return {reach: self._reach(*reach) for reach in REACHES}
+
+    @functools.cached_property
+    def places(self) -> Tensor:
+        """int64 [R]: the place of each row in the flattened [N x block] view; also for the plain path only."""
+        valid = np.arange(self.block_size) < self.table[2][:, None]
+        return to_device(torch.from_numpy(np.flatnonzero(valid)), self.positions.device)
 
     @functools.cached_property
     def dense(self) -> Dense:
         """Windows as rows; also for the plain path only."""
-        window, valid = torch.from_numpy(self.block_windows), torch.from_numpy(self.valid)
-        device = self.positions.device
-        first, counts = torch.tensor(self.starts), torch.bincount(window)
-        place = torch.arange(int(counts.max())).expand(len(counts), -1)
-        blocks = first[:, None] + torch.minimum(place, counts[:, None] - 1)
-        inside = valid[blocks] & (place < counts[:, None])[..., None]
-        places = window * place.shape[1] + torch.arange(len(window)) - first[window]
-        return Dense(to_device(blocks, device), to_device(places, device), to_device(inside.flatten(1), device))
+        lengths = torch.tensor(self.lengths)[:, None]
+        place = torch.arange(max(self.lengths))
+        valid = place < lengths
+        rows = lengths.cumsum(0) - lengths + torch.minimum(place, lengths - 1)
+        places = valid.flatten().nonzero()[:, 0]
+        parts = (rows, valid, places, torch.tensor(self.starts))
+        return Dense(*(to_device(part, self.positions.device) for part in parts))
 
-    @property
-    def is_full(self) -> bool:
-        """True if there is no padding."""
-        return sum(self.lengths) == self.num_blocks * self.block_size
-
-    def pack(self, rows: Tensor) -> Tensor:
-        """Arrange rows [sum of lengths, F], the windows concatenated, into blocks [N, block, F]; padding is zero."""
-        width = rows.shape[-1]
-        if self.is_full:
-            return rows.view(-1, self.block_size, width)
-        blocks = rows.new_zeros(self.num_blocks * self.block_size, width)
-        return blocks.index_copy_(0, self.slots, rows).view(-1, self.block_size, width)
-
-    def unpack(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Extract the windows [T, F] from blocks [N, block, F]; the inverse of `pack`."""
-        rows = blocks.reshape(-1, blocks.shape[-1])
-        if not self.is_full:
-            rows = rows.index_select(0, self.slots)
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the windows [T, F] of rows [R, F]."""
         return torch.split(rows, list(self.lengths))
+
+    def _reach(self, look_back: int, look_ahead: int) -> Reach:
+        first, before, own, after = torch.from_numpy(self.table)[:, :, None]
+        place, size, device = torch.arange(self.block_size), self.block_size, self.positions.device
+        sides = [(first - size, before)] * look_back + [(first, own)] + [(first + own, after)] * look_ahead
+        mask = torch.cat([place < count for _, count in sides], dim=1)
+        # A place without a frame reads the window's own row, which keeps non-finite values of other windows out: a
+        # masked key still multiplies its value by zero, and zero times NaN is NaN.
+        rows = torch.where(mask, torch.cat([start + place for start, _ in sides], dim=1), first)
+        return Reach(
+            rows=to_device(rows, device),
+            mask=None if bool(mask.all()) else to_device(mask[:, None, None, :], device),
+        )
 
 
 @functools.lru_cache(maxsize=LAYOUTS_KEPT)
@@ -134,44 +135,22 @@ def block_layout(lengths: tuple[int, ...], block_size: int, device: torch.device
     releases the interpreter lock, for which a busy stage's threads then compete.
     """
     counts = np.array([-(-length // block_size) for length in lengths])
-    first = counts.cumsum() - counts
+    starts, ends = counts.cumsum() - counts, np.cumsum(lengths)
     window = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(window))
-    place = number - first[window]
-    positions = place[:, None] * block_size + np.arange(block_size)
-    valid = positions < np.array(lengths)[window][:, None]
-    previous = np.where(place > 0, number - 1, -1)
-    following = np.where(place < counts[window] - 1, number + 1, -1)
+    place = np.arange(len(window)) - starts[window]
+    first = (ends - lengths)[window] + place * block_size
+    left = ends[window] - first
+    own = np.minimum(left, block_size)
+    table = np.stack([first, np.minimum(place, 1) * block_size, own, np.minimum(left - own, block_size)])
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    neighbours = np.stack([previous, following, valid.sum(1)])
-    there = upload([positions.ravel(), valid.ravel().nonzero()[0], rows, *neighbours], device)
+    positions = np.arange(len(rows)) - (ends - lengths)[rows]
+    there = upload([positions, rows, *table], device)
     return BlockLayout(
         lengths=lengths,
         block_size=block_size,
-        starts=tuple(first.tolist()),
-        positions=there[0].view(-1, block_size),
-        slots=there[1],
-        windows=there[2],
-        neighbours=Neighbours(*(part.int() for part in there[3:])),
-        block_windows=window,
-        valid=valid,
-        block_neighbours=neighbours,
-    )
-
-
-def _reach(window: Tensor, valid: Tensor, look_back: int, look_ahead: int, device: torch.device) -> Reach:
-    """Return the neighbours of each block; a neighbour beyond the window's ends is the block itself, masked out."""
-    count = window.shape[0]
-    own = torch.arange(count)[:, None]
-    wanted = own + torch.arange(-look_back, look_ahead + 1)
-    inside = (wanted >= 0) & (wanted < count)
-    blocks = torch.where(inside, wanted, own)
-    inside &= window[blocks] == window[:, None]
-    # Reading the window's own block also keeps non-finite values of other windows out: a masked key still multiplies
-    # its value by zero, and zero times NaN is NaN.
-    blocks = torch.where(inside, blocks, own)
-    mask = (valid[blocks] & inside[..., None]).flatten(1)
-    return Reach(
-        blocks=to_device(blocks.flatten(), device),
-        mask=None if bool(mask.all()) else to_device(mask[:, None, None, :], device),
+        starts=tuple(starts.tolist()),
+        positions=there[0],
+        windows=there[1],
+        blocks=Blocks(*(part.int() for part in there[2:])),
+        table=table,
     )

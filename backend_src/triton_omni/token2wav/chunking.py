@@ -67,11 +67,6 @@ class Chunk:
     audio: Span
 
     @property
-    def solved_frames(self) -> int:
-        """Mel frames that the DiT solves for `solved`: whole blocks."""
-        return -(-len(self.solved) // FRAMES_PER_BLOCK) * FRAMES_PER_BLOCK
-
-    @property
     def overlap(self) -> Span:
         """Mel frames after `audio` from whose samples the next chunk fades in; none after a final chunk."""
         return Span(self.audio.end, min(self.audio.end + OVERLAP_FRAMES, self.vocoder.end))

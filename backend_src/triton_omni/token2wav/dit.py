@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The diffusion transformer: velocity of the flow from noise to mel frames, given codec codes and a voice.
 
-Works on ragged batches of blocks (`batching.BlockLayout`). Parts that are constant over the ODE (voice, codes, adaptive
+Works on ragged batches of rows (`batching.BlockLayout`). Parts that are constant over the ODE (voice, codes, adaptive
 norms of the known times, rotary angles) are computed once, outside `forward`. Parameter names are the checkpoint's (HF:
 `Qwen2_5OmniToken2WavDiTModel`). Independent of solvers and streams.
 """
@@ -100,23 +100,23 @@ class DiT(nn.Module):
         return torch.cat([*layers, self.norm_out(embedded)], dim=1)
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """Return the rotary angles of frame `positions` [N, block] within their windows."""
-        angles = (positions[..., None].float() * self.rotary_frequencies)[:, :, None]
+        """Return the rotary angles [T, 1, head_dim / 2] of frame `positions` [T] within their windows."""
+        angles = (positions[:, None].float() * self.rotary_frequencies)[:, None]
         return Rotary(angles.cos(), angles.sin())
 
     def past_pool(self, pages: int, dtype: torch.dtype) -> WindowCachePool:
         """Allocate `pages` pages of keys and values in `dtype` on the network's device."""
         device = self.rotary_frequencies.device
-        rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device)[None])
+        rotary = self.rotary(torch.arange(-self.config.block_size, 0, device=device))
         return WindowCachePool(self.config, rotary, pages, dtype=dtype, device=device)
 
     def velocity_for(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
         """Return the velocity of one batch as a function of the evaluation's number and the state; see `forward`.
 
         Args:
-            condition: [N, block, H].
+            condition: [R, H].
             modulation: [E, 6 L + 2, H] of every evaluation time.
-            layout: where the windows lie in the N blocks.
+            layout: where the windows lie in the R rows.
             past: what they find and leave.
         """
         rotary = self.rotary(layout.positions)
@@ -137,15 +137,15 @@ class DiT(nn.Module):
 
         Args:
             number: of the evaluation, from 0.
-            state: [N, block, M] fp32, the ODE's state.
-            condition: [N, block, H], sum of the code and voice parts of the input projection.
+            state: [R, M] fp32, the ODE's state.
+            condition: [R, H], sum of the code and voice parts of the input projection.
             modulation: [E, 6 L + 2, H], adaptive norms of every evaluation.
             rotary: angles of the layout's positions.
-            layout: where the windows lie in the N blocks.
+            layout: where the windows lie in the R rows.
             past: what they find and leave; written to.
 
         Returns:
-            [N, block, M] fp32; frames of padding hold no meaning.
+            [R, M] fp32.
         """
         hidden = self.input_embed.mel(state) + condition
         norms = torch.split(modulation[number, :-FINAL_PARTS], LAYER_PARTS)
@@ -252,7 +252,7 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, parts: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerKVCache | None
     ) -> Tensor:
-        """[N, block, H] to the same; `parts` [6, H] are this layer's shifts, scales and gates."""
+        """[R, H] to the same; `parts` [6, H] are this layer's shifts, scales and gates."""
         attn_shift, attn_scale, attn_gate, ff_shift, ff_scale, ff_gate = parts.unbind(0)
         hidden = hidden + attn_gate * self.attn(modulate(hidden, attn_shift, attn_scale), rotary, layout, past)
         output: Tensor = hidden + ff_gate * self.ff(modulate(hidden, ff_shift, ff_scale))
@@ -273,22 +273,23 @@ class SelfAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(inner, config.hidden_size))
 
     def forward(self, hidden: Tensor, rotary: Rotary, layout: BlockLayout, past: LayerKVCache | None) -> Tensor:
-        """[N, block, H] to the same."""
-        by_head = (*hidden.shape[:2], self.heads, -1)
+        """[R, H] to the same."""
+        by_head = (len(hidden), self.heads, -1)
         query, key, value = (part(hidden).view(by_head) for part in (self.to_q, self.to_k, self.to_v))
-        before = None if past is None else self._exchange(key, value, past)
+        before = None if past is None else self._exchange(key, value, layout, past)
         rotate_(query, rotary)
         rotate_(key, rotary)
         mixed = self.attention(query, key, value, layout, self.reach, before=before)
-        output: Tensor = self.to_out(mixed.flatten(2))
+        output: Tensor = self.to_out(mixed.flatten(1))
         return output
 
-    def _exchange(self, key: Tensor, value: Tensor, past: LayerKVCache) -> Before:
+    def _exchange(self, key: Tensor, value: Tensor, layout: BlockLayout, past: LayerKVCache) -> Before:
         """Read the keys and values of earlier windows, then leave `key`, not yet rotated, and `value` to the next
         ones.
         """
         earlier_key, earlier_value, there = past.find(self.heads)
-        past.write(key, value)
+        by_block = layout.reaches[0, 0].rows
+        past.write(key[by_block], value[by_block])
         rotate_(earlier_key, past.rotary)
         return Before(earlier_key, earlier_value, there)
 

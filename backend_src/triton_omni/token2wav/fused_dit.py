@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from triton_omni.token2wav.attention import ROTARY_HEADS, Rotary
 from triton_omni.token2wav.attention_kernels import block_attention, leave_past
-from triton_omni.token2wav.batching import BlockLayout, Neighbours
+from triton_omni.token2wav.batching import BlockLayout, Blocks
 from triton_omni.token2wav.dit import FINAL_PARTS, LAYER_PARTS, NORM_EPS, DiT, Layer
 from triton_omni.token2wav.kernels import residual_norm
 from triton_omni.token2wav.layer_kernels import LIBRARY, Tiling, fit, product, tilings_for
@@ -83,7 +83,7 @@ class FusedDiT:
         """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
         rotary = self._dit.rotary(layout.positions)
         return lambda number, state: self.evaluate(
-            number, state, condition, modulation, rotary=rotary, neighbours=layout.neighbours, past=past
+            number, state, condition, modulation, rotary=rotary, blocks=layout.blocks, past=past
         ).float()
 
     def evaluate(
@@ -94,17 +94,17 @@ class FusedDiT:
         modulation: Tensor,
         *,
         rotary: Rotary,
-        neighbours: Neighbours,
+        blocks: Blocks,
         past: WindowKVCache,
     ) -> Tensor:
-        """See `DiT.forward`. A condition of twice the blocks takes the state for each half; the velocity has the dtype
+        """See `DiT.forward`. A condition of twice the rows takes the state for each half; the velocity has the dtype
         of the products.
         """
         # The state's few channels stay in float32: the noise of half precision would be audible.
         projected = self._dit.input_embed.mel(state)
         halves = condition.view(-1, *projected.shape)
-        hidden = (halves + projected).flatten(0, 2)
-        angles = (rotary.cos.flatten(0, 2), rotary.sin.flatten(0, 2))
+        hidden = (halves + projected).flatten(0, 1)
+        angles = (rotary.cos[:, 0], rotary.sin[:, 0])
         norms = modulation[number, :-FINAL_PARTS].view(-1, LAYER_PARTS, modulation.shape[2])
         tilings = tilings_for(len(hidden)) if self._tiled else LIBRARY
         early = tilings is not LIBRARY
@@ -117,21 +117,21 @@ class FusedDiT:
             mixed = block_attention(
                 qkv,
                 angles,
-                neighbours,
+                blocks,
                 layer.reach,
                 layer_past,
+                block_size=self._dit.config.block_size,
                 heads=self._heads,
                 rotary_heads=ROTARY_HEADS,
                 early=early,
             )
             if layer_past is not None:
-                leave_past(qkv, layer_past, heads=self._heads, early=early)
+                leave_past(qkv, blocks, layer_past, heads=self._heads, early=early)
             out = layer.out(mixed, tilings.out)
             normed = self._residual_norm(hidden, out, attention_gate, ff_shift, ff_scale, early=early)
             branch, gate = layer.leave(layer.enter.gelu(normed, tilings.enter), tilings.leave), ff_gate
         scale, shift = modulation[number, -FINAL_PARTS:].unbind(0)
-        velocity = self._project_out(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
-        return velocity.view(*condition.shape[:2], -1)
+        return self._project_out(self._residual_norm(hidden, branch, gate, shift, scale, early=early))
 
     def _residual_norm(
         self, hidden: Tensor, branch: Tensor | None, gate: Tensor, shift: Tensor, scale: Tensor, *, early: bool

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of the fused networks: one launch replays a recorded forward pass, instead of one launch a kernel.
 
-A graph has fixed shapes and addresses. A ragged batch of the DiT runs in a graph recorded for at least as many blocks:
-the start of a window is data, not shape. The vocoder's shapes are those of a streaming plan. A batch that fits no graph
-is launched kernel by kernel. All graphs share one memory pool, so only one may run at a time.
+A graph has fixed shapes and addresses. A ragged batch of the DiT runs in a graph recorded for at least as many rows
+and blocks: the start of a window is data, not shape. The vocoder's shapes are those of a streaming plan. A batch that
+fits no graph is launched kernel by kernel. All graphs share one memory pool, so only one may run at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from triton_omni.core.gpu import fill, to_device
 from triton_omni.token2wav.attention import Rotary
-from triton_omni.token2wav.batching import LAYOUTS_KEPT, Neighbours, block_layout
+from triton_omni.token2wav.batching import LAYOUTS_KEPT, BlockLayout, Blocks, block_layout
 from triton_omni.token2wav.dit import DiT
 from triton_omni.token2wav.fused_dit import FusedDiT
 from triton_omni.token2wav.fused_vocoder import FusedVocoder
@@ -88,79 +88,91 @@ class GraphPool:
 class _Inputs:
     """Tensors at fixed addresses that a solver step reads and writes.
 
-    S blocks a half; one half or, under guidance, two. Blocks after a batch's end have no neighbours.
+    S rows and N blocks a half; one half or, under guidance, two. Blocks after a batch's end have no rows.
     """
 
     state: Tensor
-    """[S, block, M]"""
+    """[S, M]"""
     condition: Tensor
-    """[halves, S, block, H]"""
+    """[halves, S, H]"""
     scale: Tensor
-    """[S, block, 1]"""
+    """[S, 1]"""
     modulation: Tensor
     """[evaluations of a step, 6 L + 2, H]"""
     width: Tensor
     """[], the step's width."""
     rotary: Rotary
-    """[halves x S, block, 1, head_dim / 2]"""
+    """[halves x S, 1, head_dim / 2]"""
     pointers: Tensor
-    """int32 [5, halves x S], of which the next two are views."""
-    neighbours: Neighbours
-    """Neighbours of halves x S blocks."""
+    """int32 [6, halves x N], of which the next two are views."""
+    blocks: Blocks
+    """Rows of halves x N blocks."""
     past: WindowKVCache
     """Window cache of the same blocks, at the evaluations of the step."""
 
     @classmethod
-    def allocate(cls, dit: DiT, pool: WindowCachePool, halves: int, blocks: int, evaluations: int) -> _Inputs:
-        size, config, device = dit.config.block_size, dit.config, pool.pages.device
-        pointers = to_device(torch.from_numpy(_pointers(None, halves, blocks, size)), device)
-        rows = dit.modulation(torch.zeros(1, device=device)).shape[1]
+    def allocate(cls, dit: DiT, pool: WindowCachePool, halves: int, size: int, evaluations: int) -> _Inputs:
+        rows, config, device = size * dit.config.block_size, dit.config, pool.pages.device
+        pointers = to_device(torch.from_numpy(_pointers(None, halves, rows, most_blocks(size))), device)
+        parts = dit.modulation(torch.zeros(1, device=device)).shape[1]
         numbers = torch.zeros(evaluations, dtype=torch.int32, device=device)
         return cls(
-            state=torch.zeros(blocks, size, config.mel_dim, device=device),
-            condition=torch.zeros(halves, blocks, size, config.hidden_size, device=device),
-            scale=torch.zeros(blocks, size, 1, device=device),
-            modulation=torch.zeros(evaluations, rows, config.hidden_size, device=device),
+            state=torch.zeros(rows, config.mel_dim, device=device),
+            condition=torch.zeros(halves, rows, config.hidden_size, device=device),
+            scale=torch.zeros(rows, 1, device=device),
+            modulation=torch.zeros(evaluations, parts, config.hidden_size, device=device),
             width=torch.zeros((), device=device),
-            rotary=dit.rotary(torch.zeros(halves * blocks, size, dtype=torch.int64, device=device)),
+            rotary=dit.rotary(torch.zeros(halves * rows, dtype=torch.int64, device=device)),
             pointers=pointers,
-            neighbours=Neighbours(*pointers[:3]),
-            past=WindowKVCache(pool, pointers[3], pointers[4], numbers),
+            blocks=Blocks(*pointers[:4]),
+            past=WindowKVCache(pool, pointers[4], pointers[5], numbers),
         )
 
     def load(self, state: Tensor, flow: Flow) -> None:
         """Copy the inputs that the steps of a batch share, except the angles."""
-        count, (halves, blocks, size) = len(state), self.condition.shape[:3]
+        count, (halves, rows) = len(state), self.condition.shape[:2]
         self.state[:count] = state
         self.scale[:count] = flow.scale
         self.condition[:, :count] = flow.condition
         # All pointers: none after the batch's end may point into the batch or into a cache page.
-        fill(self.pointers, torch.from_numpy(_pointers(flow, halves, blocks, size)))
+        fill(self.pointers, torch.from_numpy(_pointers(flow, halves, rows, self.pointers.shape[1] // halves)))
 
     def copy_angles(self, rotary: Rotary) -> None:
         """Copy the angles of a batch."""
-        count, shape = len(rotary.cos), (*self.condition.shape[:3], 1, -1)
+        count, shape = len(rotary.cos), (*self.condition.shape[:2], 1, -1)
         self.rotary.cos.view(shape)[:, :count] = rotary.cos
         self.rotary.sin.view(shape)[:, :count] = rotary.sin
 
 
-def _pointers(flow: Flow | None, halves: int, blocks: int, size: int) -> NDArray[np.int32]:
-    """Return int32 [5, halves x blocks]: previous, following and valid frames, first pages to read and to write; NONE
-    without a flow.
+def most_blocks(size: int) -> int:
+    """Return the maximum number of blocks in the rows of `size` whole blocks.
+
+    A window's last block may be short: eight blocks of first windows have the rows of seven whole ones.
     """
-    table = np.full((5, halves, blocks), NONE, np.int32)
-    table[2] = size
+    return size + size // 4 + 1
+
+
+def _fits(layout: BlockLayout, size: int) -> bool:
+    return sum(layout.lengths) <= size * layout.block_size and layout.num_blocks <= most_blocks(size)
+
+
+def _pointers(flow: Flow | None, halves: int, rows: int, blocks: int) -> NDArray[np.int32]:
+    """Return int32 [6, halves x blocks]: the fields of `Blocks`, then first pages to read and to write; without a flow
+    no rows and NONE.
+    """
+    table = np.zeros((6, halves, blocks), np.int32)
+    table[4:] = NONE
     if flow is not None:
-        near = flow.layout.block_neighbours
-        count, first = near.shape[1], blocks * np.arange(halves)[:, None]
-        table[:2, :, :count] = np.where(near[:2, None] == NONE, NONE, near[:2, None] + first)
-        table[2, :, :count] = near[2]
-        table[3:, :, :count] = flow.past.pages.reshape(2, halves, count)
-    return table.reshape(5, -1)
+        ours = flow.layout.table
+        count = ours.shape[1]
+        table[:4, :, :count] = ours[:, None]
+        table[0, :, :count] += (rows * np.arange(halves, dtype=np.int32))[:, None]
+        table[4:, :, :count] = flow.past.pages.reshape(2, halves, count)
+    return table.reshape(6, -1)
 
 
 _Kind = tuple[int, Solver, bool]
-"""Blocks, solver, and whether there is guidance."""
+"""Rows in whole blocks, solver, and whether there is guidance."""
 
 
 @dataclass
@@ -169,7 +181,7 @@ class _LoadedFlow:
 
     flow: Flow
     state: Tensor
-    """[N, block, M] after its last step, unless a graph holds it."""
+    """[R, M] after its last step, unless a graph holds it."""
 
 
 def _rotary_by_layout(dit: DiT, device: torch.device) -> Callable[[tuple[int, ...]], Rotary]:
@@ -193,7 +205,7 @@ class GraphedSolver:
         fused: what is recorded, and what solves batches larger than any size evaluation by evaluation.
         pool: where graphs have their memory.
         past: of all flows.
-        sizes: numbers of blocks, one half of guidance counted, to record graphs for.
+        sizes: rows in whole blocks, one half of guidance counted, to record graphs for; see `most_blocks`.
         recorded: (solver, guided) of the flows that come most.
     """
 
@@ -222,7 +234,7 @@ class GraphedSolver:
 
     def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
         """See `FlowSolver`."""
-        size = next((size for size in self._sizes if size >= len(noise)), None)
+        size = next((size for size in self._sizes if _fits(flow.layout, size)), None)
         if size is None:
             return (yield from self._stepwise.steps(noise, flow))
         kind = size, flow.solver, flow.is_guided
@@ -280,7 +292,7 @@ class GraphedSolver:
                 condition,
                 inputs.modulation,
                 rotary=inputs.rotary,
-                neighbours=inputs.neighbours,
+                blocks=inputs.blocks,
                 past=inputs.past,
             )
             place = advance(velocity, scale, inputs.width, state, slopes, solver=solver, number=number)

@@ -99,10 +99,10 @@ def _without_derived(name: str) -> str | None:
 # --- fast forms -------------------------------------------------------------------------------------------------------
 
 
-GRAPHED_BLOCKS = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
-"""Numbers of blocks in one half of guidance for which a solver step is recorded. A long window of the plan `balanced`
-has seven blocks, a first one two, and one of `low_latency` has one. Sizes beyond 72 are for whole replies of up to 48
-s; without a graph the host's kernel launches limit these.
+GRAPHED_SIZES = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
+"""Rows, in whole blocks, of one half of guidance for which a solver step is recorded. A long window of the plan
+`balanced` has the rows of 6.75 blocks, a first one of 1.75, and one of `low_latency` of one. Sizes beyond 72 are for
+whole replies of up to 48 s; without a graph the host's kernel launches limit these.
 
 A product's tiles fill the multiprocessors unevenly. On an H200 a step of 50 blocks takes less time than one of 48 (8.4
 and 8.9 ms). 64 blocks take hardly more than 60 (10.6 and 10.3), but 68 as much as 72 (12.2)."""
@@ -145,7 +145,7 @@ def accelerate(networks: Networks, settings: Token2WavSettings, device: torch.de
         if settings.cuda_graphs:
             pool, flows = GraphPool(), [FlowOptions.of(settings.diffusion_of(name, {})) for name in settings.presets]
             kinds = sorted({(flow.solver, flow.guided) for flow in flows})
-            solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_BLOCKS, recorded=kinds)
+            solver = GraphedSolver(dit, fused, pool, past, sizes=GRAPHED_SIZES, recorded=kinds)
             shapes = vocoder_shapes(settings, networks)
             vocoder = GraphedVocoder(vocoder, dit.config.mel_dim, shapes, pool, device)
             # The warm-up calls used memory outside the graphs' pool: release it.

@@ -92,18 +92,18 @@ class Flow:
     """Inputs of the velocity of one batch of windows, except time and state."""
 
     condition: Tensor
-    """[halves, N, block, H]: code and voice parts of the input projection; the second half is the unconditional one."""
+    """[halves, R, H]: code and voice parts of the input projection; the second half is the unconditional one."""
     scale: Tensor
-    """[N, block, 1] fp32, each window's guidance scale."""
+    """[R, 1] fp32, each window's guidance scale."""
     modulation: Tensor
     """[E, 6 L + 2, H], adaptive norms of every evaluation."""
     grid: Tensor
     """Times of the grid's points, on the host."""
     solver: Solver
     layout: BlockLayout
-    """Layout of the N blocks."""
+    """Layout of the R rows."""
     past: HostWindowKVCache
-    """Window cache of the N blocks of each half."""
+    """Window cache of the blocks of each half."""
 
     @property
     def is_guided(self) -> bool:
@@ -121,18 +121,18 @@ def condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout
         layout: of the windows' mel frames.
 
     Returns:
-        [halves, N, block, H] fp32; padding is zero.
+        [halves, R, H] fp32.
     """
     rows = voices[layout.windows]
     rows[:, 0] += F.embedding(codes, spoken).repeat_interleave(len(rows) // len(codes), dim=0)
-    return layout.pack(rows.flatten(1)).view(layout.num_blocks, layout.block_size, *rows.shape[1:]).movedim(2, 0)
+    return rows.transpose(0, 1)
 
 
 class FlowSolver(Protocol):
     """Solves a flow from noise to mel frames."""
 
     def steps(self, noise: Tensor, flow: Flow) -> Steps[Tensor]:
-        """Solve noise [N, block, M] fp32 to mel frames of the same shape; other flows may run between the steps."""
+        """Solve noise [R, M] fp32 to mel frames of the same shape; other flows may run between the steps."""
 
 
 class VelocityNetwork(Protocol):
@@ -215,8 +215,8 @@ class Sampler:
         lengths = tuple(window.codes.shape[0] * config.repeats for window in windows)
         layout = block_layout(lengths, config.block_size, self._device)
         spans = [(w.seed, w.first_frame, w.first_frame + n) for w, n in zip(windows, lengths, strict=True)]
-        noise = layout.pack(self._noise(spans, config.mel_dim, self._device))
-        return layout.unpack((yield from self._solver.steps(noise, self._flow(windows, layout, options))))
+        noise = self._noise(spans, config.mel_dim, self._device)
+        return layout.split((yield from self._solver.steps(noise, self._flow(windows, layout, options))))
 
     def _flow(self, windows: Sequence[Window], layout: BlockLayout, options: FlowOptions) -> Flow:
         codes = torch.cat([window.codes for window in windows])
@@ -235,9 +235,8 @@ class Sampler:
 
     def _scale_of(self, lengths: tuple[int, ...], scales: tuple[float, ...]) -> Tensor:
         """Return `Flow.scale`; cached, so not to be written to."""
-        layout = block_layout(lengths, self._dit.config.block_size, self._device)
         rows = np.repeat(np.array(scales, np.float32), lengths)
-        return layout.pack(to_device(torch.from_numpy(rows)[:, None], self._device))
+        return to_device(torch.from_numpy(rows)[:, None], self._device)
 
     def _modulation_of(self, options: FlowOptions) -> Tensor:
         """Return `Flow.modulation`; cached, so not to be written to."""

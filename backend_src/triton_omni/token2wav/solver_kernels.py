@@ -24,7 +24,6 @@ def _condition(
     spoken,
     voices,
     windows,
-    slots,
     output,
     half,
     VOICE: tl.constexpr,
@@ -38,7 +37,7 @@ def _condition(
     inside = at < WIDTH
     code = tl.load(codes + row // REPEATS).to(tl.int64)
     voice = voices + tl.load(windows + row) * VOICE + at
-    target = output + tl.load(slots + row) * WIDTH + at
+    target = output + row.to(tl.int64) * WIDTH + at
     said = tl.load(spoken + code * WIDTH + at, mask=inside, other=0.0)
     tl.store(target, tl.load(voice, mask=inside, other=0.0) + said, mask=inside)
     if HALVES > 1:
@@ -46,16 +45,14 @@ def _condition(
 
 
 def fused_condition(codes: Tensor, spoken: Tensor, voices: Tensor, layout: BlockLayout) -> Tensor:
-    """Compute `sampler.condition` in one launch, or two if there is padding."""
+    """Compute `sampler.condition` in one launch."""
     rows, (_, halves, width) = len(layout.windows), voices.shape
-    allocate = torch.empty if layout.is_full else torch.zeros
-    output = allocate(halves, layout.num_blocks, layout.block_size, width, device=voices.device)
+    output = torch.empty(halves, rows, width, device=voices.device)
     _condition[(rows, triton.cdiv(width, _TILE))](
         codes,
         spoken,
         voices,
         layout.windows,
-        layout.slots,
         output,
         output.stride(0),
         VOICE=voices.stride(0),
@@ -118,15 +115,15 @@ def advance(
     """Return the state for the evaluation after the `number`-th of a step (`ode.rk4_step`, `ode.euler_step`).
 
     Args:
-        velocity: result of the `number`-th evaluation, [S, block, M] or, under guidance (`ode.guide`), [2 S, block, M]
+        velocity: result of the `number`-th evaluation, [S, M] or, under guidance (`ode.guide`), [2 S, M]
             with the unconditional half second.
-        scale: fp32 [S, block, 1], guidance scale; None without guidance.
+        scale: fp32 [S, 1], guidance scale; None without guidance.
         width: fp32 [], the step's width.
-        state: fp32 [S, block, M], the step's start; the last evaluation overwrites it with the step's end.
-        slopes: fp32 [evaluations of a step - 1, S, block, M], kept from one evaluation to the next.
+        state: fp32 [S, M], the step's start; the last evaluation overwrites it with the step's end.
+        slopes: fp32 [evaluations of a step - 1, S, M], kept from one evaluation to the next.
 
     Returns:
-        fp32 [S, block, M].
+        fp32 [S, M].
     """
     evaluations = EVALUATIONS_A_STEP[solver]
     target = state if number == evaluations - 1 else torch.empty_like(state)

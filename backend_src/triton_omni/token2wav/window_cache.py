@@ -58,7 +58,7 @@ class LayerKVCache:
     left: Tensor
     """int32 [N], see `WindowKVCache`."""
     rotary: Rotary
-    """Angles [1, block, 1, head_dim / 2] of the block before a window's first."""
+    """Angles [block, 1, head_dim / 2] of the block before a window's first."""
 
     def find(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys (not rotated) and values before each block, [N, block, heads, head_dim], and a mask [N] of blocks
@@ -72,7 +72,7 @@ class LayerKVCache:
         return key, value, there
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks in `left`."""
+        """Write the keys, not rotated, and values [N, block, heads, head_dim] of the blocks in `left`, all whole."""
         rows = torch.cat([key.flatten(2), value.flatten(2)], dim=-1)
         self.pages.index_copy_(0, self._pages_at(self.left), rows)
 
@@ -146,7 +146,7 @@ class WindowCachePool:
 
     Args:
         config: sizes of the DiT.
-        rotary: angles [1, block, 1, head_dim / 2] of the block before a window's first.
+        rotary: angles [block, 1, head_dim / 2] of the block before a window's first.
         pages: number of pages that all open streams share.
         dtype: of keys and values.
         device: device of the pages.
