@@ -300,9 +300,9 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
         if next_outputs(engine):
             costs.append(engine.frames_solved - before)
             held.append((engine.stats().rows_used, engine.stats().kv_blocks_used))
-    # 1, 2 and then 3 new blocks, and one for the look-ahead: no earlier frame is solved again.
-    assert costs == [48, 72, *[96] * (len(costs) - 2)]
-    assert sum(costs) - 24 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
+    # 1, 2 and then 3 new blocks, and the look-ahead's 18 frames: no earlier frame is solved again.
+    assert costs == [42, 66, *[90] * (len(costs) - 2)]
+    assert sum(costs) - 18 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
     assert vocoder.frames == [42, 72, *[96] * (len(costs) - 2)], "12 frames of context before and after"
     # As many as the vocoder reads of any chunk, less the six by which audio is ahead of the kept frames.
     assert held == [(24, 2), (72, 2), *[(90, 2)] * (len(held) - 2)]
