@@ -102,9 +102,13 @@ def _block_attention(
     block, head = tl.program_id(0), tl.program_id(1)
     inner: tl.constexpr = HEADS * HEAD_DIM
     pairs: tl.constexpr = HEAD_DIM // 2
+    count = tl.load(own + block)
+    # A recorded step has more blocks than most batches fill.
+    if count == 0:
+        return
     places = tl.arange(0, TILE)
-    is_rotated, count = head < ROTARY_HEADS, tl.load(own + block)
-    inside, frames = places < count, tl.load(first + block).to(tl.int64) + places
+    is_rotated, inside = head < ROTARY_HEADS, places < count
+    frames = tl.load(first + block).to(tl.int64) + places
     query = qkv + head * HEAD_DIM
     cosine, sine = _angles(cosines, sines, frames, inside, is_rotated, pairs)
 
