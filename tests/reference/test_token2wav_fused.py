@@ -142,8 +142,7 @@ def test_fused_copy_leaves_the_same_rows_in_the_same_pages(networks: Networks) -
     heads, head_dim = networks.dit.config.num_heads, networks.dit.config.head_dim
     layout = block_layout(LENGTHS, 24, DEVICE)
     qkv = random(sum(LENGTHS), 3 * heads * head_dim)
-    by_block = layout.reaches[0, 0].rows
-    _, key, value = (part.reshape(-1, heads, head_dim)[by_block] for part in qkv.chunk(3, dim=-1))
+    _, key, value = (part.reshape(-1, heads, head_dim)[layout.by_block] for part in qkv.chunk(3, dim=-1))
     plain, fused = (some_past(networks, layout, bad=0.5) for _ in range(2))
     for evaluation in range(2):
         for past in (plain, fused):

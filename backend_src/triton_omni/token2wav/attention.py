@@ -95,9 +95,8 @@ def block_attention(
         reach: (look-back, look-ahead) in blocks, one of `batching.REACHES`.
         before: what a layer with look-back sees of earlier windows; None for nothing.
     """
-    keys, own = layout.reaches[reach], layout.reaches[0, 0].rows
-    mask, size = keys.mask, layout.block_size
-    query, key, value = query[own], key[keys.rows], value[keys.rows]
+    keys, size = layout.reaches[reach], layout.block_size
+    query, key, value, mask = query[layout.by_block], key[keys.rows], value[keys.rows], keys.mask
     if before is not None:
         there = before.there[:, None, None, None]
         key[:, :size] = torch.where(there, before.key, key[:, :size])

@@ -92,6 +92,11 @@ class BlockLayout:
         """Reaches by (look-back, look-ahead) in blocks; only for the plain path, so made at first use."""
         return {reach: self._reach(*reach) for reach in REACHES}
 
+    @property
+    def by_block(self) -> Tensor:
+        """int64 [N, block]: rows of each block; places that hold no frame repeat its first row. For the plain path."""
+        return self.reaches[0, 0].rows
+
     @functools.cached_property
     def places(self) -> Tensor:
         """int64 [R]: the place of each row in the flattened [N x block] view; also for the plain path only."""

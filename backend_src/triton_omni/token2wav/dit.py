@@ -288,8 +288,7 @@ class SelfAttention(nn.Module):
         ones.
         """
         earlier_key, earlier_value, there = past.find(self.heads)
-        by_block = layout.reaches[0, 0].rows
-        past.write(key[by_block], value[by_block])
+        past.write(key[layout.by_block], value[layout.by_block])
         rotate_(earlier_key, past.rotary)
         return Before(earlier_key, earlier_value, there)
 

@@ -80,7 +80,7 @@ class FusedDiT:
         self._project_out = _Projection.of(dit.proj_out, dtype=dtype)
 
     def velocity_for(self, condition: Tensor, modulation: Tensor, layout: BlockLayout, past: WindowKVCache) -> Velocity:
-        """See `DiT.begin`; the pages of `past` are in the same dtype as the matrix products."""
+        """See `DiT.velocity_for`; the pages of `past` are in the same dtype as the matrix products."""
         rotary = self._dit.rotary(layout.positions)
         return lambda number, state: self.evaluate(
             number, state, condition, modulation, rotary=rotary, blocks=layout.blocks, past=past
