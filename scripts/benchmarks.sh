@@ -289,7 +289,7 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
 
 part_look_ahead() { # codes of look-ahead, and frames of vocoder context, against whole replies of OMNI_MODEL in float32
     local each plan variants=()
-    for each in 9-18 9-12 6-12 12-24; do
+    for each in 9-12 7-12 6-12 7-18 12-24; do
         plan="{\"look_ahead_codes\": ${each%-*}, \"vocoder_context_frames\": ${each#*-}}"
         variants+=(--variant "$each={\"token2wav\": {\"dtype\": \"float32\", \"plans\": {\"balanced\": $plan}}}")
     done

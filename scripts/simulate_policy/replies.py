@@ -12,7 +12,8 @@ from triton_omni.token2wav.chunking import Chunk as Window
 from triton_omni.token2wav.chunking import WindowPlan, streaming_plan
 from triton_omni_client.bench.records import Chunk
 
-SHIPPED: Final = streaming_plan(Token2WavSettings().plans["balanced"])
+SETTINGS: Final = Token2WavSettings()
+SHIPPED: Final = streaming_plan(SETTINGS.plans[SETTINGS.plan])
 MS_PER_FRAME: Final = 10
 """Sound of a mel frame."""
 

@@ -16,7 +16,7 @@ from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wa
 from triton_omni.token2wav.chunking import WindowPlan
 
 from .costs import Costs, Stage
-from .replies import SHIPPED, Due, Reply, Request
+from .replies import SETTINGS, SHIPPED, Due, Reply, Request
 
 POLL_MS: Final = 1.0
 """Maximum milliseconds between two decisions of a loop."""
@@ -24,7 +24,6 @@ THINKER_TOKENS, TALKER_TOKENS = 2048, 1024
 """Tokens of a step with prompts."""
 SOLVER_STEPS: Final = 9
 """Steps of a batch between which a more urgent batch may go."""
-MOST_WINDOWS, MOST_FRAMES = 32, 1200
 
 
 @dataclass
@@ -164,7 +163,12 @@ class Server:
         self._tasks["talker"] = Task(cost_ms, end)
 
     def _begin_window_step(self, seen: Snapshot[Due]) -> None:
-        batch = next_batch(seen, self.policies.token2wav, most_windows=MOST_WINDOWS, most_frames=MOST_FRAMES)
+        batch = next_batch(
+            seen,
+            self.policies.token2wav,
+            most_windows=SETTINGS.max_batch,
+            most_frames=SETTINGS.max_batch_frames,
+        )
         if batch:
             for due in batch:
                 due.reply.launched = True

@@ -109,7 +109,7 @@ def test_no_codes_give_one_empty_final_chunk(engine: Token2WavEngine) -> None:
 
 def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
-    engine.feed("a", some_codes(20))
+    engine.feed("a", some_codes(18))
     assert not engine.has_work()
     assert engine.step() == []
     engine.feed("a", some_codes(1))
@@ -119,7 +119,7 @@ def test_an_open_stream_without_enough_codes_is_no_work(engine: Token2WavEngine)
 def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) -> None:
     engine.open("a", VOICE, 1, DEFAULTS)
     received = 0
-    for wanted in (21, 45, 81, 117, 153):
+    for wanted in (19, 43, 79, 115, 151):
         assert engine.wanted("a") == wanted
         engine.feed("a", some_codes(wanted - received - 1))
         assert not engine.has_work()
@@ -129,7 +129,7 @@ def test_what_a_stream_wants_makes_its_next_window_due(engine: Token2WavEngine) 
         received = wanted
     # A window that is due waits for nothing, and a reply in one piece wants no code before its end.
     engine.feed("a", some_codes(100))
-    assert engine.wanted("a") == 261
+    assert engine.wanted("a") == 259
     engine.open("whole", VOICE, 1, StreamOptions(mode="offline"))
     assert engine.wanted("whole") > SETTINGS.max_codes
 
@@ -300,12 +300,12 @@ def test_cost_of_a_chunk_does_not_grow_with_the_stream(tiny_checkpoint: Path, dt
         if next_outputs(engine):
             costs.append(engine.frames_solved - before)
             held.append((engine.stats().rows_used, engine.stats().kv_blocks_used))
-    # 1, 2 and then 3 new blocks, and the look-ahead's 18 frames: no earlier frame is solved again.
-    assert costs == [42, 66, *[90] * (len(costs) - 2)]
-    assert sum(costs) - 18 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
-    assert vocoder.frames == [42, 72, *[96] * (len(costs) - 2)], "12 frames of context before and after"
-    # As many as the vocoder reads of any chunk, less the six by which audio is ahead of the kept frames.
-    assert held == [(24, 2), (72, 2), *[(90, 2)] * (len(held) - 2)]
+    # 1, 2 and then 3 new blocks, and the look-ahead's 14 frames: no earlier frame is solved again.
+    assert costs == [38, 62, *[86] * (len(costs) - 2)]
+    assert sum(costs) - 14 * len(costs) == 2 * MINUTE - 24, "of two frames a code, all but a block for the look-ahead"
+    assert vocoder.frames == [38, 72, *[96] * (len(costs) - 2)], "12 frames of context before and after"
+    # As many as the vocoder reads of any chunk, less the two by which audio is ahead of the kept frames.
+    assert held == [(24, 2), (72, 2), *[(94, 2)] * (len(held) - 2)]
 
 
 def test_who_has_no_sound_goes_first_then_who_runs_out_of_it_first(
@@ -399,10 +399,10 @@ def test_who_is_about_to_hear_nothing_waits_like_who_has_heard_nothing(
     engine.feed("a", some_codes(24))
     assert engine.wants_claim
     assert len(next_outputs(engine)) == 1
-    # 0.30 s of sound; the window that must follow is due.
+    # 0.26 s of sound; the window that must follow is due.
     engine.feed("a", some_codes(24))
     assert not engine.wants_claim
-    token2wav_clock[0] += 299_000_000 - WINDOW_NS
+    token2wav_clock[0] += 259_000_000 - WINDOW_NS
     assert not engine.wants_claim
     token2wav_clock[0] += 1_000_000
     assert engine.wants_claim
@@ -431,14 +431,14 @@ def test_who_ran_out_of_sound_once_is_not_behind_for_ever(tiny_checkpoint: Path,
 
 def test_a_batch_holds_no_more_windows_and_frames_than_set(tiny_checkpoint: Path) -> None:
     engine = Token2WavEngine(
-        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 105}), DEVICE
+        tiny_checkpoint, SETTINGS.model_copy(update={"max_batch": 3, "max_batch_frames": 95}), DEVICE
     )
     for number in range(4):
         engine.open(f"s{number}", VOICE, 1, StreamOptions(mode="offline") if number == 1 else DEFAULTS)
         engine.feed(f"s{number}", some_codes(100))
         engine.end(f"s{number}")
-    # Three of 48 frames exceed 105 and a third more, one of 48 and one of 72 exceed 105; the whole reply of 200 lets
-    # listeners go first, and runs alone when its turn comes.
+    # Three first windows have 114 frames, a first and a second one 100. The whole reply of 200 frames lets listeners go
+    # first, and runs alone when its turn comes.
     batches = []
     while engine.has_work():
         batches.append([output.key for output in next_outputs(engine)])
@@ -456,7 +456,7 @@ def test_streams_with_other_solvers_are_not_solved_together(engine: Token2WavEng
 
 
 def test_streams_of_one_batch_keep_their_own_guidance(engine: Token2WavEngine) -> None:
-    codes = some_codes(20)
+    codes = some_codes(18)
     expected: dict[str, Tensor] = {}
     for together in (False, True):
         for key, scale in (("weak", 0.1), ("strong", 4.0)):

@@ -109,15 +109,15 @@ def test_windows_stay_bounded_however_long_the_stream(settings: StreamingPlan) -
 
 def test_default_plan_speaks_after_one_block_and_its_look_ahead() -> None:
     plan = in_codes(StreamingPlan())
-    assert plan.chunk(0, 20, ended=False) is None
-    chunk = plan.chunk(0, 21, ended=False)
-    assert chunk == Chunk(0, False, solved=Span(0, 42), kept=Span(0, 24), vocoder=Span(0, 42), audio=Span(0, 30))
+    assert plan.chunk(0, 18, ended=False) is None
+    chunk = plan.chunk(0, 19, ended=False)
+    assert chunk == Chunk(0, False, solved=Span(0, 38), kept=Span(0, 24), vocoder=Span(0, 38), audio=Span(0, 26))
 
 
 def test_chunk_sizes_follow_the_plan_and_the_last_one_repeats() -> None:
     plan = in_codes(StreamingPlan(chunk_blocks=(1, 2, 3)))
     assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13)] == [1, 2, 3, 3, 3, 1]
-    assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13 - 4)] == [1, 2, 3, 3, 3 + 8 / 12]
+    assert [len(chunk.kept) / 24 for chunk in chunks_of(plan, 12 * 13 - 6)] == [1, 2, 3, 3, 3 + 6 / 12]
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
@@ -134,7 +134,7 @@ def test_a_chunk_is_due_with_the_codes_it_needs_and_no_earlier(settings: Streami
 def test_later_chunks_begin_with_their_first_new_frame_and_look_ahead() -> None:
     chunk = in_codes(StreamingPlan(chunk_blocks=(1, 2, 3))).chunk(2, 1000, ended=False)
     assert chunk == Chunk(
-        2, False, solved=Span(72, 162), kept=Span(72, 144), vocoder=Span(66, 162), audio=Span(78, 150)
+        2, False, solved=Span(72, 158), kept=Span(72, 144), vocoder=Span(62, 158), audio=Span(74, 146)
     )
 
 

@@ -281,7 +281,7 @@ class StreamingPlan(_Frozen):
 
     chunk_blocks: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 1, 2, 3, 4, 6)
     """New blocks of chunk 0, 1, ...; the last entry repeats."""
-    look_ahead_codes: Annotated[int, Field(ge=0, le=96)] = 9
+    look_ahead_codes: Annotated[int, Field(ge=0, le=96)] = 7
     """Codes after a chunk that its window also sees. Fewer = earlier speech, less like the whole reply."""
     vocoder_context_frames: Annotated[int, Field(ge=1, le=96)] = 12
     """Mel frames on each side that the vocoder reads beyond the samples it returns. A chunk's sound ends so many frames
@@ -370,8 +370,8 @@ class Token2WavSettings(_Frozen):
     room of several."""
     max_batch: Annotated[int, Field(gt=0, le=64)] = 32
     """Windows solved together in one batch."""
-    max_batch_frames: Positive = 1200
-    """Mel frames of one batch: 7 long windows, or 28 first ones."""
+    max_batch_frames: Positive = 1272
+    """Mel frames of one batch: 8 long windows, or 33 first ones."""
     deterministic: bool = False
     """The same codes and seed give the same bits of sound under any load: each window runs alone, slower."""
     attention: Literal["block", "plain"] = "block"

@@ -99,13 +99,13 @@ def _without_derived(name: str) -> str | None:
 # --- fast forms -------------------------------------------------------------------------------------------------------
 
 
-GRAPHED_SIZES = (1, *range(2, 16, 2), *range(16, 37, 4), 42, 50, 56, 64, 72, 88, 104, 128, 160, 200)
+GRAPHED_SIZES = (1, *range(2, 16, 2), *range(16, 41, 4), 42, 47, 50, 53, 56, 64, 72, 88, 104, 128, 160, 200)
 """Rows, in whole blocks, of one half of guidance for which a solver step is recorded. A long window of the plan
-`balanced` has the rows of 6.75 blocks, a first one of 1.75, and one of `low_latency` of one. Sizes beyond 72 are for
+`balanced` has the rows of 6.58 blocks, a first one of 1.58, and one of `low_latency` of one. Sizes beyond 53 are for
 whole replies of up to 48 s; without a graph the host's kernel launches limit these.
 
-A product's tiles fill the multiprocessors unevenly. On an H200 a step of 50 blocks takes less time than one of 48 (8.4
-and 8.9 ms). 64 blocks take hardly more than 60 (10.6 and 10.3), but 68 as much as 72 (12.2)."""
+A product's tiles fill the multiprocessors unevenly. On an H200 a batch of 47 blocks (7 long windows) takes 76 ms, one
+of 48 blocks 87; 53 blocks (8 long windows) take 84 and 54 blocks 95. 64 blocks take hardly more than 60 (104, 99)."""
 
 VOCODER_BATCHES = (1, 2, 4, 6, 8)
 """Numbers of chunks in a recorded pass of the vocoder. One pass with empty places is faster than two full ones: on an
