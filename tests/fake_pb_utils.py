@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for Triton's `triton_python_backend_utils`, strict where Triton crashes or hangs.
 
-It records violations: a response after the final, a second final, and `is_cancelled` after the final, which takes the
-real server down. A test asserts that there are none.
+It records violations: a response after the final, a second final, `is_cancelled` after the final, which takes the real
+server down, and tensors that Triton would free without Python's global lock. A test asserts that there are none.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +75,13 @@ class InferenceResponse:
         return self._error
 
     def output_tensors(self):
-        return self._tensors
+        return list(self._tensors)
+
+    def prune(self):
+        """Let go of the tensors as Triton does of those that the request did not ask for; True if others hold them."""
+        references = [weakref.ref(tensor) for tensor in self._tensors]
+        self._tensors = [copy.copy(tensor) for tensor in self._tensors]
+        return all(reference() is not None for reference in references)
 
 
 class Sender:
@@ -92,6 +100,8 @@ class Sender:
         if self.finals:
             self.violations.append("sent after the final")
         if response is not None:
+            if not response.prune():
+                self.violations.append("freed tensors without Python's global lock")
             self.responses.append(response)
         if flags & FINAL:
             self.finals += 1

@@ -147,7 +147,7 @@ class TritonResponseSender:
         try:
             if ready is not None:
                 ready.synchronize()
-            self._sender.send(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
+            self._pass_on(self._pb_utils.InferenceResponse(output_tensors=write_tensors(self._pb_utils, tensors)))
         except Exception:
             logger.exception("a response could not be sent")
             self._whole = False
@@ -184,4 +184,11 @@ class TritonResponseSender:
         sent = () if response is None else (response(),)
         with self._lock:
             self._final_sent = True
-            self._sender.send(*sent, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._pass_on(*sent, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _pass_on(self, *response: Any, flags: int = 0) -> None:
+        # `send` removes the outputs that the request did not ask for, and does not hold Python's global lock then. With
+        # the last reference it would free Python objects, which ends a process of Python 3.12.
+        held = [each.output_tensors() for each in response]
+        self._sender.send(*response, flags=flags)
+        held.clear()
