@@ -316,6 +316,8 @@ make_environment() {
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python has no venv module; install it (on Debian and Ubuntu: the package python3-venv)"
+    [[ $PLATFORM == gpu ]] || "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        fail "vLLM on a CPU needs libnuma.so.1; install it (on Debian and Ubuntu: the package libnuma1)"
     need_disk "$([[ $PLATFORM == gpu ]] && echo 24 || echo 4)"
     step "environment (Python $(python_version "$python"))" "$python" -m venv "$VENV"
 }
