@@ -289,12 +289,12 @@ part_quality() { # plans, presets, solvers and precisions of OMNI_MODEL against 
 
 part_look_ahead() { # codes of look-ahead, and frames of vocoder context, against whole replies of OMNI_MODEL in float32
     local each plan variants=()
-    for each in 9-12 7-12 6-12 7-18 12-24; do
+    for each in 7-12 9-12 6-12 7-14 12-24; do
         plan="{\"look_ahead_codes\": ${each%-*}, \"vocoder_context_frames\": ${each#*-}}"
         variants+=(--variant "$each={\"token2wav\": {\"dtype\": \"float32\", \"plans\": {\"balanced\": $plan}}}")
     done
     "$PYTHON" "$ROOT/scripts/compare" --evaluate --out "$OUT/look_ahead" "${variants[@]}" -- \
-        --sentences 12 --prompts 0 --pictures 0 --sounds 0 --seeds 3
+        --sentences 24 --prompts 0 --pictures 0 --sounds 0 --seeds 5
 }
 
 part_four_bit() { # the thinker's decoder in 4 bits beside bfloat16, alone and served

@@ -110,6 +110,7 @@ def test_settings_are_compared_with_the_first(server: SpeakingServer, tmp_path: 
     assert "clicks" not in offline
     assert served["snr"]["value"] == 120
     assert 20 < euler["snr"]["value"] < 40
+    assert served["reference_clicks"]["value"] == served["clicks"]["value"], "the same sound"
     assert served["mel_distance"]["value"] == 0 < euler["mel_distance"]["value"]
     assert offline["silence"]["difference"] is None
     assert euler["silence"]["difference"].keys() == {"value", "low", "high", "count", "apart"}

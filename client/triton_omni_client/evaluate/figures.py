@@ -37,6 +37,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "snr": Kind("SNR", "dB"),
     "boundary_excess": Kind("boundary energy", "dB"),
     "clicks": Kind("clicking boundaries", *PERCENT),
+    "reference_clicks": Kind("clicks there in the reference", *PERCENT),
     "clipped": Kind("clipped samples", *PERCENT),
     "silence": Kind("silence", *PERCENT),
     "longest_pause": Kind("longest pause", "s"),
@@ -46,7 +47,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "pictures": Kind("pictures understood", *PERCENT),
     "sounds": Kind("sounds understood", *PERCENT),
 }
-"""By name, in the order of tables. `word_errors` compare speech with its text, `text_errors` that with the sentence."""
+"""By name, in the order of tables. `word_errors` compare speech with its text, `text_errors` that with the sentence.
+`reference_clicks` are what the places of boundaries show without boundaries."""
 
 
 class Share(NamedTuple):

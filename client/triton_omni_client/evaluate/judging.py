@@ -172,7 +172,10 @@ def _sound_shares(answer: Answer) -> Shares:
 
 def _reference_shares(answer: Answer, reference: Waveform) -> Shares:
     measured = {"mel_distance": mel_distance_db(reference, answer.audio), "snr": snr_db(reference, answer.audio)}
-    return {name: Share(value) for name, value in measured.items() if value is not None}
+    found = {name: Share(value) for name, value in measured.items() if value is not None}
+    if (ends := boundary_clicks(reference, answer.boundaries)) is not None:
+        found["reference_clicks"] = Share(ends.clicks, ends.count)
+    return found
 
 
 def _add_voice(found: dict[str, list[Array]], answer: Answer) -> Array | None:

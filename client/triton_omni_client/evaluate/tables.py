@@ -21,7 +21,7 @@ Figures = Mapping[str, Mapping[str, Any]]
 """Figures by name, as the report has them."""
 
 APART = "*"
-COMPARED = ("word_errors", "skipped_words", "mel_distance", "snr", "boundary_excess", "clicks")
+COMPARED = ("word_errors", "skipped_words", "mel_distance", "snr", "boundary_excess", "clicks", "reference_clicks")
 """Figures that settings of the speech stages change."""
 _MOST_COLUMNS = 2
 
