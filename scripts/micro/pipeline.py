@@ -92,10 +92,13 @@ class _Error:
         self.text = text
 
 
-@dataclass
 class _Response:
-    output_tensors: Sequence[PlainTensor]
-    error: _Error | None = None
+    def __init__(self, output_tensors: Sequence[PlainTensor], error: _Error | None = None) -> None:
+        self._tensors, self.error = output_tensors, error
+
+    def output_tensors(self) -> Sequence[PlainTensor]:
+        """Its tensors."""
+        return self._tensors
 
 
 @dataclass
@@ -128,7 +131,7 @@ class _Request:
         if response is not None and response.error is not None:
             self.put({"error": response.error.text})
         elif response is not None:
-            self.put({tensor.name(): tensor.value for tensor in response.output_tensors})
+            self.put({tensor.name(): tensor.value for tensor in response.output_tensors()})
 
     def is_cancelled(self) -> bool:
         return False
