@@ -92,7 +92,7 @@ class MemoryWatch:
         self._leader = leader
         self._clock = clock
         self._every_s = every_s
-        self._processes: dict[int, Watched] = {}
+        self._processes: dict[tuple[str, int], Watched] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="soak-memory", daemon=True)
 
@@ -118,10 +118,10 @@ class MemoryWatch:
 
     def _sample(self, process: psutil.Process) -> None:
         resident, files = process.memory_info().rss, process.num_fds()
-        if (watched := self._processes.get(process.pid)) is None:
-            if (name := _name(process.cmdline())) is None:
-                return
-            watched = self._processes[process.pid] = Watched(name, process.pid)
+        if (name := _name(process.cmdline())) is None:
+            return
+        # Until a stage's process loads its own program, it is a copy of tritonserver.
+        watched = self._processes.setdefault((name, process.pid), Watched(name, process.pid))
         watched.seconds.append(self._clock())
         watched.resident.append(resident)
         watched.files.append(files)

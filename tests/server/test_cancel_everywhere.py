@@ -177,10 +177,14 @@ def test_a_realtime_session_that_is_lost_ends_its_response_in_every_stage(
         return left_ns
 
     with sessions_beside(server, 0) as board:
-        sessions = Sessions.from_now(server, board)
-        left_ns = asyncio.run(drop_while_it_speaks())
-        wait_for(lambda: board.open_sessions() == 0, board.open_sessions)
-        free_ns = time.monotonic_ns()
+        for _ in range(5):
+            sessions = Sessions.from_now(server, board)
+            left_ns = asyncio.run(drop_while_it_speaks())
+            wait_for(lambda: board.open_sessions() == 0, board.open_sessions)
+            free_ns = time.monotonic_ns()
+            # A short reply may end before the loss is noticed.
+            if any(sessions.events(stage, "noticed") for stage in STAGES):
+                break
     (key,) = generating(sessions)
     noticed_ns = first_of(sessions, "noticed", key)
     assert noticed_ns > left_ns
