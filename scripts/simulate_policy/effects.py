@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import ThinkerPolicy, Token2WavPolicy
-from triton_omni.token2wav.chunking import WindowPlan
+from triton_omni.core.settings import Token2WavSettings
 from triton_omni_client.bench.player import play
 
 from .costs import Costs
-from .replies import SHIPPED, Request
+from .replies import Request
 from .server import Policies, Server
 
 PROMPT_TOKENS, TOKENS = 100, 150
+SHIPPED: Final = Token2WavSettings()
 
 
 def together(count: int, codes: int) -> list[Request]:
@@ -69,9 +70,9 @@ class Effect:
     speech_per_second: float
 
 
-def simulate(load: Load, costs: Costs, policies: Policies, plan: WindowPlan = SHIPPED) -> Effect:
+def simulate(load: Load, costs: Costs, policies: Policies, speech: Token2WavSettings = SHIPPED) -> Effect:
     """Serve a load on a model of the GPU; return the effect on its listeners."""
-    server = Server(costs, policies, plan)
+    server = Server(costs, policies, speech)
     replies = server.run(load.requests, load.clients)
     first = sorted(reply.chunks[0].at_s * 1000 for reply in replies)
     played = [play(reply.chunks) for reply in replies]

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS
-from triton_omni.core.settings import FRAMES_PER_CODE, Token2WavSettings
+from triton_omni.core.settings import FRAMES_PER_CODE
 from triton_omni.token2wav.chunking import Chunk as Window
-from triton_omni.token2wav.chunking import WindowPlan, streaming_plan
+from triton_omni.token2wav.chunking import WindowPlan
 from triton_omni_client.bench.records import Chunk
 
-SETTINGS: Final = Token2WavSettings()
-SHIPPED: Final = streaming_plan(SETTINGS.plans[SETTINGS.plan])
 MS_PER_FRAME: Final = 10
 """Sound of a mel frame."""
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triton_omni.core.policy_settings import NS_PER_MS, ThinkerPolicy, Token2WavPolicy
+from triton_omni.core.settings import Token2WavSettings
 from triton_omni.policy.rules import Claim, Snapshot, must_pause, next_batch, wants_claim
-from triton_omni.token2wav.chunking import WindowPlan
+from triton_omni.token2wav.chunking import streaming_plan
 
 from .costs import Costs, Stage
-from .replies import SETTINGS, SHIPPED, Due, Reply, Request
+from .replies import Due, Reply, Request
 
 POLL_MS: Final = 1.0
 """Maximum milliseconds between two decisions of a loop."""
@@ -57,12 +58,12 @@ class Server:
     Args:
         costs: of the steps.
         policies: limits of the rules.
-        plan: of the replies' windows.
+        speech: the plan of the replies' windows, and the sizes of a batch.
     """
 
     costs: Costs
     policies: Policies = field(default_factory=Policies)
-    plan: WindowPlan = SHIPPED
+    speech: Token2WavSettings = field(default_factory=Token2WavSettings)
     now_ms: float = 0.0
     _open: list[Reply] = field(default_factory=list)
     """Replies that have come and are not over."""
@@ -71,6 +72,7 @@ class Server:
     """Batches that are being launched, the most urgent last."""
 
     def __post_init__(self) -> None:
+        self._plan = streaming_plan(self.speech.plans[self.speech.plan])
         self._claim = Claim(self.policies.token2wav.claim_ms * NS_PER_MS)
 
     def run(self, requests: Sequence[Request], clients: int | None = None) -> list[Reply]:
@@ -85,7 +87,7 @@ class Server:
             room = len(waiting) if clients is None else clients - len(self._open)
             come = sum(request.at_ms <= self.now_ms for request in waiting[:room])
             begun = [replace(one, at_ms=max(one.at_ms, self.now_ms)) for one in waiting[:come]]
-            replies += [Reply(one, self.plan) for one in begun]
+            replies += [Reply(one, self._plan) for one in begun]
             self._open += replies[len(replies) - come :]
             del waiting[:come]
             self._begin_steps()
@@ -166,8 +168,8 @@ class Server:
         batch = next_batch(
             seen,
             self.policies.token2wav,
-            most_windows=SETTINGS.max_batch,
-            most_frames=SETTINGS.max_batch_frames,
+            most_windows=self.speech.max_batch,
+            most_frames=self.speech.max_batch_frames,
         )
         if batch:
             for due in batch:

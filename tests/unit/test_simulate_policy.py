@@ -12,16 +12,21 @@ from typing import Any
 
 import pytest
 
-from triton_omni.core.settings import StreamingPlan
+from triton_omni.core.settings import StreamingPlan, Token2WavSettings
 from triton_omni.policy.rules import wants_claim
-from triton_omni.token2wav.chunking import streaming_plan
 
 ROOT = Path(__file__).parents[2]
 RUNS = [json.loads((ROOT / f"docs/gpu-runs/2026-11-30-{run}.json").read_text("utf-8")) for run in ("b", "c")]
 MEASURED = {name: figure for run in RUNS for name, figure in run["figures"].items()}
-SHIPPED, MORE_SOUND = StreamingPlan(), StreamingPlan(look_ahead_codes=9)
-BEFORE = StreamingPlan(look_ahead_codes=9, vocoder_context_frames=18)
-"""`more-sound` of these runs, and the plan of the others."""
+SHIPPED = Token2WavSettings()
+MORE_SOUND, BEFORE = (
+    Token2WavSettings(
+        max_batch_frames=1200,
+        plans={"balanced": StreamingPlan(look_ahead_codes=9, vocoder_context_frames=context)},
+    )
+    for context in (12, 18)
+)
+"""Settings of `more-sound` of these runs, and of the others."""
 
 
 @pytest.fixture
@@ -33,9 +38,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(**modules)
 
 
-def effect(model: SimpleNamespace, load: str, rules: str, plan: StreamingPlan = SHIPPED) -> Any:
-    policies, windows = model.effects.RULES_OFF[rules], streaming_plan(plan)
-    return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies, windows)
+def effect(model: SimpleNamespace, load: str, rules: str, speech: Token2WavSettings = SHIPPED) -> Any:
+    policies = model.effects.RULES_OFF[rules]
+    return model.effects.simulate(model.effects.LOADS[load], model.costs.read_costs(), policies, speech)
 
 
 # Without claims the model shows the delay of one stream, and too little of that of many.
@@ -58,7 +63,7 @@ def test_the_first_audio_is_within_a_fifth_of_what_a_gpu_took(
         model.effects.Load(requests),
         model.costs.read_costs(),
         model.effects.RULES_OFF[rules],
-        streaming_plan(MORE_SOUND if variant == "more-sound" else BEFORE),
+        MORE_SOUND if variant == "more-sound" else BEFORE,
     )
     for percentile, value in (("p50", found.first_audio_p50_ms), ("p95", found.first_audio_p95_ms)):
         if figure := MEASURED.get(f"first_audio_{percentile}/{variant}/{load}"):
@@ -103,12 +108,12 @@ def test_claims_bring_the_first_audio_sooner(model: SimpleNamespace, load: str) 
 
 def test_claims_keep_gaps_short_beside_many_listeners(model: SimpleNamespace) -> None:
     claiming, off = (effect(model, "48 listen", rules, BEFORE) for rules in ("all", "no claim"))
-    assert off.silence_s > 4 * claiming.silence_s
+    assert off.silence_s > 10 * claiming.silence_s
     assert off.first_audio_p95_ms > 1.2 * claiming.first_audio_p95_ms
 
 
 def test_more_sound_in_a_first_chunk_ends_gaps_beside_many_listeners(model: SimpleNamespace) -> None:
-    more, less = (effect(model, "48 listen", "all", plan) for plan in (MORE_SOUND, BEFORE))
+    more, less = (effect(model, "48 listen", "all", speech) for speech in (MORE_SOUND, BEFORE))
     assert more.replies_with_gaps <= 2 < less.replies_with_gaps
 
 
