@@ -217,8 +217,12 @@ def _die_with_locks() -> None:
     begin = min(int(region[0].partition("-")[0], 16) for region in regions)
     kinds = (ctypes.c_int32 * (LOCKS_WITHIN // 4)).from_address(begin)
     locks = [begin + 4 * at - KIND_OFFSET for at, kind in enumerate(kinds) if kind == ROBUST_AND_SHARED]
-    # A thread that waits for one of them may hold the interpreter's lock, which is therefore not let go.
-    had = [lock for lock in locks if ctypes.PyDLL(None).pthread_mutex_trylock(ctypes.c_void_p(lock)) == 0]
+    # A thread that waits for one of them may hold the interpreter's lock, which is therefore not let go: neither by the
+    # calls nor, on a busy machine, between them. Threads that asked for it before get it during the sleep.
+    sys.setswitchinterval(600.0)
+    time.sleep(0.1)
+    trylock = ctypes.PyDLL(None).pthread_mutex_trylock
+    had = [lock for lock in locks if trylock(ctypes.c_void_p(lock)) == 0]
     if not had:
         raise RuntimeError("injected: no lock to die with")
     os.kill(os.getpid(), signal.SIGKILL)
