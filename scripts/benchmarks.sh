@@ -9,7 +9,7 @@
 # checkout, after `./build.sh setup` there.
 # Exit code 1: a part failed; the others were measured. PYTHON: where the project is installed, instead of .venv. MODEL: instead
 # of random weights. RUNS (3; 5 where a part says so): how often each load, stage alone, or start is measured. PRESETS
-# ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped no-claim"): a share of what is measured of presets, of `fp8`, of
+# ("reference fast"), SIZES ("7b 3b") and VARIANTS ("shipped no-claim"): a share of what is measured of presets, of `numbers` and `fp8`, of
 # `apart`, `plans` and `rules`; `scripts/over_starts.py OUT/caches OTHER/caches` puts shares together.
 set -euo pipefail
 
@@ -62,15 +62,25 @@ listen() { # listen PLACES [REPLIES]: so many hear replies of 20 s: three each u
     echo "listeners-$1=--concurrency $1 --requests $replies --ramp-up 20 --listen --warm-up 0"
 }
 
-part_numbers() { # the ten numbers of docs/benchmarks.md, runs of each by one start
-    local ones asked=()
+part_numbers() { # the ten numbers of docs/benchmarks.md, runs of each by one start of each size
+    local size ones asked=()
     several --load "$ONE"
     ones=("${asked[@]}")
     several --load "$TOGETHER" "$LISTENERS"
+    for size in ${SIZES:-7b 3b}; do
+        "numbers_$size" || return
+    done
+    summary numbers
+}
+
+numbers_7b() {
     compare numbers/7b 7b --variant '7b={}' "${asked[@]}" &&
         micro numbers/alone/7b/steps 7b --only thinker,thinker-vllm --steps 60 &&
-        micro numbers/alone/7b/window 7b --only token2wav-windows &&
-        compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}" && summary numbers
+        micro numbers/alone/7b/window 7b --only token2wav-windows
+}
+
+numbers_3b() {
+    compare numbers/3b 3b --variant "3b-$LOW_LATENCY" "${ones[@]}"
 }
 
 part_served() {

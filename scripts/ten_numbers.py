@@ -37,28 +37,28 @@ class Row(NamedTuple):
 
 
 ROWS: Final = (
-    Row("first audio, 1 stream, p50 in ms", "first_audio_p50/7b/balanced/1", "≤ 170", 0, "2026-11-29-c"),
+    Row("first audio, 1 stream, p50 in ms", "first_audio_p50/7b/one", "≤ 170", 0, "2026-12-01-a"),
     Row("the same, 3B, plan `low_latency`", "first_audio_p50/3b/low_latency/1", "≤ 75", 0, "c d f h"),
-    Row("first audio, 32 listeners, p95 in ms", "first_audio_p95/7b/balanced/32-listeners", "≤ 500", 0, "2026-11-29-c"),
+    Row("first audio, 32 listeners, p95 in ms", "first_audio_p95/7b/listeners", "≤ 500", 0, "2026-12-01-a"),
     Row(
         "replies without an underrun, of 96 to 32 listeners",
-        "replies_without_underrun_of_96/7b/balanced/32-listeners",
+        "replies_without_underrun/7b/listeners",
         "96",
         0,
-        "2026-11-29-c",
+        "2026-12-01-a",
     ),
-    Row("first audio, 32 together, p95 in ms", "first_audio_p95/7b/balanced/32-together", "≤ 500", 0, "2026-11-29-c"),
-    Row("speech a second in s, 32 together", "speech_per_second/7b/balanced/32-together", "≥ 50", 1, "2026-11-29-c"),
-    Row("real-time factor, 1 stream", "real_time_factor_p50/7b/balanced/1", "≤ 0.12", 2, "2026-11-29-c"),
-    Row("hand-over, both hops, 1 stream, sum of p50 in ms", "handover_p50/7b/balanced/1", "≤ 1", 2, "2026-11-29-c"),
+    Row("first audio, 32 together, p95 in ms", "first_audio_p95/7b/together", "≤ 500", 0, "2026-12-01-a"),
+    Row("speech a second in s, 32 together", "speech_per_second/7b/together", "≥ 50", 1, "2026-12-01-a"),
+    Row("real-time factor, 1 stream", "real_time_factor_p50/7b/one", "≤ 0.12", 2, "2026-12-01-a"),
+    Row("hand-over, both hops, 1 stream, sum of p50 in ms", "handover_p50/7b/one", "≤ 1", 2, "2026-12-01-a"),
     Row(
         "thinker decode step, sampled, batch 1, as a ratio to plain vLLM's",
-        "thinker_step_ratio_sampled/7b/1",
+        "thinker_step_ratio_sampled/7b/steps",
         "≤ 1.05",
         2,
-        "2026-11-25-a f i",
+        "2026-12-01-a",
     ),
-    Row("one streaming window, DiT in ms", "window_dit/7b/1", "≤ 25", 1, "h j"),
+    Row("one streaming window, DiT in ms", "window_dit/7b/window", "≤ 25", 1, "2026-12-01-a"),
 )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from server.asking import BATCH_TOLERANCE
@@ -22,8 +23,8 @@ from triton_omni.session.ledger_view import StageBoard
 from triton_omni.session.server_folder import ledger_name
 from triton_omni_client import Reply, Request
 
-BLOCK = 32
-"""Tokens of a block of the caches."""
+BLOCK = 16 if torch.cuda.is_available() else 32
+"""Tokens of a block of the caches: vLLM chooses them by the attention that the device has."""
 ROW_TOLERANCE = 2e-5
 IDLE_AFTER_KILLS_S = 300.0
 """Triton takes about a second to forget each request that a stage had when it was killed."""

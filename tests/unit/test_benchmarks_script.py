@@ -309,6 +309,18 @@ def test_presets_are_heard_by_1_to_128_listeners_of_20_s_replies(recorded: Recor
     assert heard == dict.fromkeys(PRESETS, 3 * few + 3 * some + 3 * many)
 
 
+@pytest.mark.parametrize("part", ["numbers", "fp8"])
+@pytest.mark.parametrize("size", ["7b", "3b"])
+def test_a_share_has_the_size_that_is_named(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, part: str, size: str
+) -> None:
+    monkeypatch.setenv("SIZES", size)
+    code, _, commands = recorded.run(str(recorded.folder / "out"), part)
+    assert code == (size == "3b"), "3B cannot be measured here"
+    words = {word.removeprefix("random:") for command in commands for word in command}
+    assert words & {"7b", "3b"} == {size}
+
+
 def test_a_share_of_apart_has_the_variants_presets_and_runs_that_are_named(
     recorded: Recorded, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
